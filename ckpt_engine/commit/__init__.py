@@ -1,0 +1,1 @@
+"""How a save becomes a checkpoint: agreement between ranks, the records on disk, and the directory that holds them."""

@@ -1,0 +1,119 @@
+"""The commit on rank 0: from everybody's votes to a checkpoint that readers trust, and the retention that follows.
+
+Order, and what a crash after each step leaves behind:
+
+1. all shard files and part manifests are durable in ``iter_N.tmp-<id>/`` (that is what the votes say): invisible;
+2. ``.metadata``, ``train_state.pt``, then ``commit.json`` in the same directory: still invisible by its name;
+3. the directory gets its final name: committed;
+4. ``latest_train_state.pt``, then ``latest_checkpointed_iteration.txt``: trackers may lag, never lead;
+5. retention: only now may older checkpoints go.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import os
+import pickle
+from collections.abc import Sequence
+
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+
+from ckpt_engine.commit.directory import CheckpointDirectory
+from ckpt_engine.commit.manifest import CommitRecord, FileEntry, PartEntry, compose_commit
+from ckpt_engine.planning import RankPlan
+from ckpt_engine.saving import PART_DIRECTORY, SaveJob, Vote
+from ckpt_engine.storage.fs import write_atomic
+
+#: What stock DCP puts into ``Metadata.version``.
+_DCP_VERSION = "1.0.0"
+
+
+class MetadataComposer:
+    """Makes ``.metadata`` from the plan and the votes. While plan and offsets repeat, the pickle is patched, not made again."""
+
+    def __init__(self) -> None:
+        self._plan_id: str | None = None
+        self._storage: dict[MetadataIndex, _StorageInfo] = {}
+        self._blob_places: tuple[object, ...] = ()
+        self._pickled = b""
+        self._save_id = ""
+
+    def compose(self, plan: RankPlan, votes: Sequence[Vote], save_id: str) -> bytes:
+        """The content of ``.metadata``."""
+        if plan.plan_id != self._plan_id:
+            self._storage = self._tensor_storage(plan, votes)
+            self._blob_places = ()
+            self._plan_id = plan.plan_id
+        places = tuple(vote.blobs for vote in votes)
+        old, new = self._save_id.encode(), save_id.encode()
+        if places == self._blob_places and len(old) == len(new) and self._pickled.count(old) == 1:
+            self._pickled = self._pickled.replace(old, new)
+        else:
+            self._pickled = self._pickle(plan, votes, save_id)
+            self._blob_places = places
+        self._save_id = save_id
+        return self._pickled
+
+    def _pickle(self, plan: RankPlan, votes: Sequence[Vote], save_id: str) -> bytes:
+        if plan.metadata is None:
+            raise RuntimeError("only rank 0 composes the metadata")
+        storage = dict(self._storage)
+        for (_, keys), vote in zip(plan.all_items, votes, strict=True):
+            for index, (file, offset, length) in zip(keys, vote.blobs, strict=True):
+                storage[index] = _StorageInfo(vote.files[file][0], offset, length)
+        metadata = Metadata(
+            plan.metadata.state_dict_metadata, plan.metadata.planner_data, storage, StorageMeta(save_id=save_id)
+        )
+        if hasattr(metadata, "version"):  # later torch only
+            metadata.version = _DCP_VERSION
+        return pickle.dumps(metadata)
+
+    @staticmethod
+    def _tensor_storage(plan: RankPlan, votes: Sequence[Vote]) -> dict[MetadataIndex, _StorageInfo]:
+        storage = {}
+        for (tensors, _), vote in zip(plan.all_items, votes, strict=True):
+            if vote.tensors is None:
+                raise RuntimeError("a rank left out the offsets of a plan that rank 0 doesn't know")
+            for index, file, offset, length in zip(tensors, *vote.tensors, strict=True):
+                storage[index] = _StorageInfo(vote.files[file][0], offset, length)
+        return storage
+
+
+def commit(
+    job: SaveJob, votes: Sequence[Vote], directory: CheckpointDirectory, composer: MetadataComposer, version: str
+) -> tuple[str, int]:
+    """Steps 2 to 4 of the module docstring.
+
+    Returns:
+        The final path, and the bytes of all shard files.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    contents = {".metadata": composer.compose(job.plan, votes, job.save_id)}
+    if job.train_state is not None:
+        contents["train_state.pt"] = job.train_state
+    for name, content in contents.items():
+        write_atomic(os.path.join(job.directory, name), content)
+    total = sum(size for vote in votes for _, size in vote.files)
+    record = CommitRecord(
+        step=job.step,
+        save_id=job.save_id,
+        world_size=job.world_size,
+        bytes=total,
+        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        engine=version,
+        checksum="crc32" if job.config.checksum else None,
+        parts=tuple(PartEntry(rank, *vote.part) for rank, vote in enumerate(votes)),
+        files={
+            name: FileEntry(len(content), hashlib.sha256(content).hexdigest()) for name, content in contents.items()
+        },
+        int_keys=job.plan.int_keys,
+        structure_digest=job.plan.digest,
+    )
+    write_atomic(os.path.join(job.directory, PART_DIRECTORY, "commit.json"), compose_commit(record))
+    final = directory.publish(job.directory, job.step, job.save_id)
+    directory.advance_trackers(job.step, job.train_state)
+    return final, total

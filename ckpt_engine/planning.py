@@ -1,0 +1,415 @@
+"""From a flat state to what each rank writes.
+
+``torch.distributed.checkpoint`` plans: its :class:`DefaultSavePlanner` makes the write items of each rank, drops duplicates
+and validates the whole. Around it, this module keeps the result for as long as the structure stays the same, and checks
+what DCP leaves open: tensors that can't be represented, ranks that disagree about a key, replicated values that differ.
+
+The steps of an agreement between ranks (bytes in, bytes out) are here; who talks to whom is the engine's business:
+
+1. :meth:`Planner.begin` on each rank: the :class:`Proposal`, "same structure as plan P" or "new structure".
+2. :func:`judge_begin` on rank 0: reuse, or plan anew.
+3. if anew: :meth:`Planner.local_plan` on each rank, :meth:`Planner.judge_plan` on rank 0, :meth:`Planner.adopt` on each rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import pickle
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from ckpt_engine.errors import StateError
+from ckpt_engine.layout.image import TensorSpec
+from ckpt_engine.state import FlatState, check_tensor
+from ckpt_engine.storage.checksum import crc32
+
+_BYTES = WriteItemType.BYTE_IO
+
+#: Records of small constants (hyper-parameters in param_groups): torch.save takes 140 us for each, every time.
+_PICKLED: dict[Any, bytes] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """What a rank says at the start of a save."""
+
+    step: int
+    plan_id: str | None
+    group_digests: dict[int, str]
+    train_state_digest: str
+
+
+@dataclasses.dataclass
+class RankPlan:
+    """What this rank writes, for as long as the structure stays the same.
+
+    Attributes:
+        plan_id: the same on every rank.
+        tensors: write items of tensors, in layout order; ``specs`` are parallel to them.
+        blobs: flat keys of the pickled values that this rank writes.
+        digest: digest of the global structure.
+        groups: keys that are compared between ranks, those that the same ranks hold together.
+        metadata: on rank 0, DCP's metadata without storage data; its ``planner_data`` holds the paths.
+        all_items: on rank 0, per rank the metadata indices of its (tensors, blobs).
+        int_keys: on rank 0, prefixes of mappings with int keys, of all ranks.
+    """
+
+    plan_id: str
+    signature: list[Any]
+    tensors: list[WriteItem]
+    specs: list[TensorSpec]
+    blobs: list[str]
+    digest: str
+    groups: list[list[str]]
+    metadata: Metadata | None = None
+    all_items: list[tuple[list[MetadataIndex], list[MetadataIndex]]] = dataclasses.field(default_factory=list)
+    int_keys: tuple[str, ...] = ()
+
+
+class Planner:
+    """Plans the saves of one rank and remembers the last plan. Holds no tensor and no storage between saves."""
+
+    def __init__(self, rank: int, verify_replicas: str = "values") -> None:
+        self._rank = rank
+        self._verify = verify_replicas
+        self.plan: RankPlan | None = None
+        self._local: SavePlan | None = None
+
+    # -- every save ------------------------------------------------------------------------------------------------
+
+    def begin(self, flat: FlatState, step: int, blobs: Mapping[str, bytes], train_state: bytes | None) -> Proposal:
+        """This rank's opening of a save.
+
+        Raises:
+            StateError: a tensor can't be saved exactly; the key is named.
+        """
+        plan = self.plan if self.plan is not None and self.plan.signature == signature(flat) else None
+        digests: dict[int, str] = {}
+        if plan is not None and plan.groups:
+            values = self._digests(flat, blobs)
+            for number, keys in enumerate(plan.groups):
+                if keys[0] in values:
+                    digests[number] = _combine([values[key] for key in keys])
+        return Proposal(
+            step=step,
+            plan_id=plan.plan_id if plan else None,
+            group_digests=digests,
+            train_state_digest=hashlib.sha256(train_state).hexdigest() if train_state is not None else "",
+        )
+
+    def _digests(self, flat: FlatState, blobs: Mapping[str, bytes]) -> dict[str, str]:
+        digests = {}
+        if self._verify != "off":
+            for key, value in flat.values.items():
+                if key in blobs:
+                    digests[key] = value_digest(value, blobs[key])
+                elif self._verify == "all" and type(value) is not DTensor and isinstance(value, torch.Tensor):
+                    digests[key] = f"{_tensor_crc(value):08x}"
+        return digests
+
+    # -- when the structure is new -----------------------------------------------------------------------------------
+
+    def local_plan(self, flat: FlatState, blobs: Mapping[str, bytes]) -> bytes:
+        """This rank's write items, pickled, for rank 0."""
+        for key, value in flat.values.items():
+            if isinstance(value, torch.Tensor):
+                check_tensor(key, value.to_local() if isinstance(value, DTensor) else value)
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(flat.values, is_coordinator=self._rank == 0)
+        self._local = planner.create_local_plan()
+        return pickle.dumps((self._local, flat.paths, sorted(flat.int_keys), self._digests(flat, blobs)))
+
+    def judge_plan(self, payloads: Sequence[bytes]) -> tuple[bytes, str]:
+        """On rank 0: the global plan from everybody's local plans; returns what :meth:`adopt` takes, and the structure's digest.
+
+        Raises:
+            StateError: ranks disagree about a key, or the shards of a tensor don't cover it exactly once.
+        """
+        plans: list[SavePlan] = []
+        paths: dict[str, Any] = {}
+        int_keys: set[str] = set()
+        digests: list[dict[str, str]] = []
+        for payload in payloads:
+            plan, rank_paths, rank_int_keys, rank_digests = pickle.loads(payload)
+            plans.append(plan)
+            paths.update(rank_paths)
+            int_keys.update(rank_int_keys)
+            digests.append(rank_digests)
+        _check_agreement(plans)
+        groups = _check_replicas(digests)
+        try:
+            final, metadata = DefaultSavePlanner(
+                flatten_state_dict=False, flatten_sharded_tensors=False
+            ).create_global_plan(plans)
+        except (ValueError, AssertionError, RuntimeError) as error:
+            raise StateError(f"the ranks' shards don't form whole tensors: {error}", phase="plan") from error
+        metadata = dataclasses.replace(metadata, planner_data=paths)
+        self._global = (metadata, [_split(plan) for plan in final], tuple(sorted(int_keys)))
+        kept = []
+        for before, after in zip(plans, final, strict=True):
+            names = {(item.index.fqn, item.index.offset) for item in after.items}
+            kept.append([(item.index.fqn, item.index.offset) in names for item in before.items])
+        described = [(k, str(v)) for k, v in sorted(metadata.state_dict_metadata.items())]
+        digest = hashlib.sha256(repr(described).encode()).hexdigest()
+        return pickle.dumps((uuid.uuid4().hex, digest, [bytes(row) for row in kept], groups)), digest
+
+    def adopt(self, verdict: bytes, flat: FlatState) -> RankPlan:
+        """Takes rank 0's verdict; ``self.plan`` is the new plan afterwards."""
+        plan_id, digest, kept, groups = pickle.loads(verdict)
+        local = self._local
+        self._local = None
+        if local is None:
+            raise RuntimeError("adopt() without local_plan()")
+        items = [item for item, keep in zip(local.items, kept[self._rank], strict=True) if keep]
+        tensors = [item for item in items if item.type != _BYTES]
+        plan = RankPlan(
+            plan_id=plan_id,
+            signature=signature(flat),
+            tensors=tensors,
+            specs=_specs(tensors, resolve(tensors, flat)),
+            blobs=[item.index.fqn for item in items if item.type == _BYTES],
+            digest=digest,
+            groups=groups,
+        )
+        if self._rank == 0:
+            plan.metadata, plan.all_items, plan.int_keys = self._global
+            del self._global
+        self.plan = plan
+        return plan
+
+
+def judge_begin(proposals: Sequence[Proposal]) -> bool:
+    """On rank 0: whether the plan that all ranks have can be used again.
+
+    Raises:
+        StateError: the ranks are not saving the same step, or not with the same train state.
+    """
+    steps = [p.step for p in proposals]
+    if len(set(steps)) > 1:
+        raise StateError(f"the ranks save different steps: {dict(enumerate(steps))}", phase="plan")
+    for rank, proposal in enumerate(proposals):  # rank 0 writes it; the others may leave it out, but not say otherwise
+        if proposal.train_state_digest not in ("", proposals[0].train_state_digest):
+            raise StateError(
+                f"the train state of rank {rank} differs from that of rank 0", key="train_state", phase="plan"
+            )
+    groups: dict[int, set[str]] = {}
+    for proposal in proposals:
+        for number, digest in proposal.group_digests.items():
+            groups.setdefault(number, set()).add(digest)
+    plan_ids = {p.plan_id for p in proposals}
+    return len(plan_ids) == 1 and None not in plan_ids and all(len(found) == 1 for found in groups.values())
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def signature(flat: FlatState) -> list[Any]:
+    """Structure of a state on this rank, cheap to compare: names, types, shapes, dtypes, placements, and which tensors are the same memory.
+
+    Shapes and placements are in it, addresses are not: a plan never outlives a structure, and never holds on to a storage.
+    """
+    result: list[Any] = [frozenset(flat.int_keys)]
+    first: dict[Any, int] = {}
+    add = result.append
+    for number, (key, value) in enumerate(flat.values.items()):
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            if isinstance(value, DTensor):
+                local = value.to_local().detach()
+                add(
+                    (
+                        key,
+                        kind,
+                        value.dtype,
+                        value.shape,
+                        value.placements,
+                        tuple(value.device_mesh.mesh.flatten().tolist()),
+                        local.shape,
+                    )
+                )
+                value = local
+            else:
+                check_tensor(key, value)
+                add((key, kind, value.dtype, value.shape))
+            identity = memory_of(value)
+            if identity is not None:
+                other = first.setdefault(identity, number)
+                if other != number:
+                    add((other, number))
+        elif isinstance(value, ShardedTensor):
+            add((key, kind, value.dtype, value.size(), repr(value.metadata().shards_metadata)))
+        else:
+            add((key, None))
+    add(flat.paths)
+    return result
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Identity of the bytes that a tensor shows, or ``None`` if it has none (empty). Two equal ones are one and the same memory."""
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # a subclass without storage; check_tensor says so by name
+        return None
+    if address == 0 or tensor.numel() == 0:
+        return None
+    return (address, tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+
+
+def resolve(items: Sequence[WriteItem], flat: FlatState) -> list[torch.Tensor]:
+    """The local tensor of each write item, detached."""
+    counts: dict[str, int] = {}
+    for item in items:
+        counts[item.index.fqn] = counts.get(item.index.fqn, 0) + 1
+    slow: DefaultSavePlanner | None = None
+    found: list[torch.Tensor] = []
+    for item in items:
+        value = flat.values.get(item.index.fqn)
+        if type(value) is DTensor and counts[item.index.fqn] == 1:
+            value = value.to_local()
+        elif not isinstance(value, torch.Tensor) or type(value) is DTensor:
+            if slow is None:
+                slow = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+                slow.set_up_planner(flat.values)
+            value = slow.resolve_data(item)
+        if not isinstance(value, torch.Tensor):
+            raise StateError(
+                f"{item.index.fqn!r} is a {type(value).__name__}, expected a tensor", key=item.index.fqn, phase="plan"
+            )
+        found.append(value.detach())
+    return found
+
+
+def _specs(items: Sequence[WriteItem], tensors: Sequence[torch.Tensor]) -> list[TensorSpec]:
+    first: dict[Any, int] = {}
+    specs = []
+    for number, (item, tensor) in enumerate(zip(items, tensors, strict=True)):
+        if item.tensor_data is None or tuple(item.tensor_data.chunk.sizes) != tuple(tensor.shape):
+            planned = None if item.tensor_data is None else tuple(item.tensor_data.chunk.sizes)
+            raise StateError(
+                f"{item.index.fqn!r} has shape {tuple(tensor.shape)}, expected {planned} from the plan",
+                key=item.index.fqn,
+                phase="plan",
+            )
+        identity = memory_of(tensor)
+        other = number if identity is None else first.setdefault(identity, number)
+        specs.append(TensorSpec(tuple(tensor.shape), tensor.dtype, None if other == number else other))
+    return specs
+
+
+def _split(plan: SavePlan) -> tuple[list[MetadataIndex], list[MetadataIndex]]:
+    return [i.index for i in plan.items if i.type != _BYTES], [i.index for i in plan.items if i.type == _BYTES]
+
+
+def _check_agreement(plans: Sequence[SavePlan]) -> None:
+    """A key has one kind, dtype and global shape on all ranks; DCP would take whichever came first."""
+    seen: dict[str, tuple[Any, int]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            data = item.tensor_data
+            what = ("value",) if data is None else ("tensor", data.properties.dtype, tuple(data.size))
+            known, owner = seen.setdefault(item.index.fqn, (what, rank))
+            if known != what:
+                raise StateError(
+                    f"{item.index.fqn!r} is {known} on rank {owner} and {what} on rank {rank}",
+                    key=item.index.fqn,
+                    phase="plan",
+                )
+
+
+def _check_replicas(digests: Sequence[Mapping[str, str]]) -> list[list[str]]:
+    """Of a replicated value one rank's copy is written: if they differ, the others' would be lost without a word.
+
+    Returns the keys that several ranks hold, grouped by who holds them.
+    """
+    holders: dict[str, dict[str, list[int]]] = {}
+    for rank, table in enumerate(digests):
+        for key, digest in table.items():
+            holders.setdefault(key, {}).setdefault(digest, []).append(rank)
+    together: dict[tuple[int, ...], list[str]] = {}
+    for key, groups in holders.items():
+        ranks = tuple(sorted(rank for found in groups.values() for rank in found))
+        if len(ranks) > 1:
+            together.setdefault(ranks, []).append(key)
+        if len(groups) > 1:
+            shown = " / ".join(f"ranks {found}" for found in groups.values())
+            raise StateError(
+                f"{key!r} is replicated but its value differs between {shown}; one rank's copy would be saved and the others lost",
+                key=key,
+                phase="plan",
+                hint='wrap it in PerRank(...) if each rank has its own, or set verify_replicas="off" to keep one copy',
+            )
+    return list(together.values())
+
+
+def value_digest(value: Any, pickled: bytes) -> str:
+    """Digest that is equal for equal plain values even where their pickles aren't (pickle depends on object identity)."""
+    digest = hashlib.blake2b(digest_size=8)
+
+    def visit(item: Any) -> bool:
+        kind = type(item)
+        digest.update(kind.__qualname__.encode())
+        if item is None or kind in (bool, int, float, complex, str, bytes):
+            digest.update(repr(item).encode())
+            return True
+        if kind in (list, tuple):
+            digest.update(str(len(item)).encode())
+            return all(visit(part) for part in item)
+        if kind is dict:
+            return all(visit(key) and visit(part) for key, part in item.items())
+        return False
+
+    if not visit(value):
+        digest.update(pickled)
+    return digest.hexdigest()
+
+
+def pickle_value(key: str, value: Any) -> bytes:
+    """The record of a non-tensor value, as stock DCP writes it (``torch.save`` of the object).
+
+    Raises:
+        StateError: it can't be pickled; names the key.
+    """
+    small = type(value) in (bool, int, float, str, type(None))
+    token = (type(value), repr(value)) if small else None
+    if token in _PICKLED:
+        return _PICKLED[token]
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+    except Exception as error:  # a __reduce__ may raise anything
+        raise StateError(
+            f"{key!r} ({type(value).__name__}) can't be pickled: {type(error).__name__}: {error}",
+            key=key,
+            phase="plan",
+            hint="leave it out of the state, or give it state_dict() and load_state_dict()",
+        ) from error
+    data = buffer.getvalue()
+    if token is not None and len(data) < 4096:
+        if len(_PICKLED) >= 4096:
+            _PICKLED.clear()
+        _PICKLED[token] = data
+    return data
+
+
+def is_blob(value: Any) -> bool:
+    """Whether a flat value is written as a pickle rather than as tensor data."""
+    return not isinstance(value, (torch.Tensor, ShardedTensor))
+
+
+def _tensor_crc(tensor: torch.Tensor) -> int:
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+    return crc32(data)
+
+
+def _combine(digests: Sequence[str]) -> str:
+    return hashlib.blake2b("".join(digests).encode(), digest_size=8).hexdigest()

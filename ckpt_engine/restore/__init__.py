@@ -1,0 +1,1 @@
+"""Reading checkpoints: opening a directory, filling tensors from it, and checking every byte of it."""

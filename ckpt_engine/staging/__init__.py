@@ -1,0 +1,1 @@
+"""Staging: host memory for snapshots, and how much of it the engine may take."""

@@ -1,0 +1,125 @@
+"""Staging: the caller's tensors become private bytes in extents, laid out as they will lie in the files.
+
+The extents of all files are filled in the order 0, 0, .., 1, 1, .. over the files. Each goes to its file's writer as soon as
+it is filled; when the pool has no free one, staging waits for a writer to give one back. So a state of any size passes
+through a pool of any size, and a file's next extent is always among the ones in use: the order can't deadlock.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from ckpt_engine.errors import CommitTimeoutError
+from ckpt_engine.staging.copy import Sources, copy_part
+from ckpt_engine.staging.pool import Extent, ExtentPool
+
+
+class Image(Protocol):
+    """What staging needs to know of a file: payload positions of its records, in order."""
+
+    payloads: list[int]
+    payload_ends: list[int]
+
+    def records_in(self, start: int, stop: int) -> range: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class FileSource:
+    """One file to stage.
+
+    Attributes:
+        image: where the payloads lie.
+        sources: the tensors, parallel to the image's records.
+        size: bytes of the file.
+        put: takes (extent number, extent) once it is filled; owns the extent from then on.
+    """
+
+    image: Image
+    sources: Sources
+    size: int
+    put: Callable[[int, Extent], None]
+
+
+def stage(
+    files: Sequence[FileSource],
+    pool: ExtentPool,
+    copiers: concurrent.futures.Executor,
+    *,
+    extent_bytes: int,
+    timeout: float,
+    cancelled: Callable[[], bool],
+    step: int,
+) -> None:
+    """Copies all payloads into extents and hands them over. Returns when the last copy is done.
+
+    Args:
+        files: what to stage.
+        pool: where extents come from.
+        copiers: runs the copies.
+        extent_bytes: size of an extent.
+        timeout: seconds to wait for one free extent.
+        cancelled: true once the save has failed; staging stops then, without an error of its own.
+        step: for messages.
+
+    Raises:
+        CommitTimeoutError: no extent came back for ``timeout`` seconds: the storage takes nothing.
+        MemoryBudgetError: not a single extent can be had.
+        BaseException: whatever a copy raised.
+    """
+    pending: list[concurrent.futures.Future[None]] = []
+    longest = max((-(-file.size // extent_bytes) for file in files), default=0)
+    try:
+        for number in range(longest):
+            for file in files:
+                if number * extent_bytes >= file.size or cancelled():
+                    continue
+                try:
+                    extent = pool.acquire(timeout=timeout, cancelled=cancelled)
+                except TimeoutError as error:
+                    raise CommitTimeoutError(
+                        f"the storage gave no staging memory back for {timeout:g} s ({pool.stats().in_use} bytes are waiting to be written)",
+                        step=step,
+                        phase="stage",
+                        hint="the file system may hang; raise commit_timeout if it is only slow",
+                    ) from error
+                if extent is not None:
+                    pending.append(copiers.submit(_fill, file, number, extent, extent_bytes, pool))
+        for future in concurrent.futures.as_completed(pending):
+            future.result()
+    finally:
+        # No copy may be running when save() leaves, whatever the reason: the caller changes the tensors next.
+        concurrent.futures.wait(pending)
+
+
+def _fill(file: FileSource, number: int, extent: Extent, extent_bytes: int, pool: ExtentPool) -> None:
+    base = number * extent_bytes
+    try:
+        _copy_payloads(file, base, base + extent_bytes, extent)
+    except BaseException:
+        pool.release(extent)
+        raise
+    file.put(number, extent)
+
+
+def _copy_payloads(file: FileSource, base: int, stop: int, extent: Extent) -> None:
+    image, sources, address = file.image, file.sources, extent.address
+    target = torch.frombuffer(extent.view, dtype=torch.uint8)
+    with torch.no_grad():
+        for index in image.records_in(base, stop):
+            payload, end = image.payloads[index], image.payload_ends[index]
+            low, high = max(payload, base), min(end, stop)
+            if low < high:
+                copy_part(
+                    sources.tensors[index],
+                    sources.addresses[index],
+                    low - payload,
+                    high - payload,
+                    address,
+                    target,
+                    low - base,
+                )

@@ -1,0 +1,325 @@
+"""From a nested state to flat keys and back.
+
+A *state* is a nested dict (lists inside are fine) of tensors, DTensors, objects with ``state_dict``/``load_state_dict``
+(modules, optimizers, anything stateful), :class:`PerRank` values and picklable values. :func:`flatten` turns it into flat
+keys by the rules of ``torch.distributed.checkpoint`` (components joined by ``"."``; a list is opened only when there is a
+tensor or a mapping in it), so that stock loaders find what they expect. On top of those rules: objects are opened at any
+depth, an empty mapping is kept as a value of its own, and whatever can't be written back exactly raises a
+:class:`StateError` that names the key. :func:`assign` puts loaded values back in place.
+
+Nothing here reads tensor contents or touches the disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+
+from ckpt_engine.errors import StateError
+
+PathItem = str | int
+
+#: Tensor types whose memory is exactly what their shape and strides say.
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+class PerRank:
+    """A value that each rank has one of its own (RNG state, data-loader position).
+
+    It is saved under a key per rank. On restore a rank gets its own back; a rank that the saving run didn't have gets that of
+    rank ``rank % saved_ranks``, and the restore report says so.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class RngState(PerRank):
+    """The random number generators of this rank: Python's, NumPy's (if loaded), torch's and those of the CUDA devices."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of the generators' states."""
+        version, internal, gauss = random.getstate()
+        state: dict[str, Any] = {"python": [version, list(internal), gauss], "torch": torch.get_rng_state()}
+        numpy = _loaded("numpy")
+        if numpy is not None:
+            name, keys, position, has_gauss, cached = numpy.random.get_state()
+            state["numpy"] = [name, [int(k) for k in keys], int(position), int(has_gauss), float(cached)]
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            state["cuda"] = torch.cuda.get_rng_state_all()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Puts the generators back."""
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+        torch.set_rng_state(state["torch"].cpu())
+        numpy = _loaded("numpy")
+        if numpy is not None and "numpy" in state:
+            name, keys, position, has_gauss, cached = state["numpy"]
+            numpy.random.set_state((name, numpy.array(keys, dtype="uint32"), position, has_gauss, cached))
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all([t.cpu() for t in state["cuda"]])
+
+
+def _loaded(module: str) -> Any:
+    import sys
+
+    return sys.modules.get(module)
+
+
+@dataclasses.dataclass
+class FlatState:
+    """A flattened state.
+
+    Attributes:
+        values: flat key to tensor, DTensor, ShardedTensor or picklable value.
+        paths: flat key to path, as DCP's ``planner_data`` has it (dict keys as str, list positions as int).
+        int_keys: prefixes of the mappings whose keys are ints; DCP's paths lose that.
+        objects: (path, object, the dict that its ``state_dict()`` gave), innermost last.
+        per_rank: prefixes of the :class:`PerRank` values, without the rank's own component.
+    """
+
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    paths: dict[str, tuple[PathItem, ...]] = dataclasses.field(default_factory=dict)
+    int_keys: set[str] = dataclasses.field(default_factory=set)
+    objects: list[tuple[tuple[PathItem, ...], Any, Any]] = dataclasses.field(default_factory=list)
+    per_rank: list[str] = dataclasses.field(default_factory=list)
+
+
+def flatten(state: Mapping[str, Any], *, rank: int = 0) -> FlatState:
+    """Flattens ``state``; see the module docstring.
+
+    Args:
+        state: nested mapping. It is not changed; objects in it are asked for their ``state_dict()``.
+        rank: this rank, for :class:`PerRank` values.
+
+    Raises:
+        StateError: a key is neither str nor int, two paths give one flat key, or the state isn't a mapping.
+    """
+    if not isinstance(state, Mapping):
+        raise StateError(f"state is a {type(state).__name__}, expected a dict", phase="plan")
+    flat = FlatState()
+    _open(flat, (), "", state, rank)
+    return flat
+
+
+def _unwrap(value: Any) -> Any:
+    """The module inside DistributedDataParallel or torch.compile: their prefixes would tie a checkpoint to the wrapper."""
+    while isinstance(value, torch.nn.Module):
+        if isinstance(value, torch.nn.parallel.DistributedDataParallel):
+            value = value.module
+        elif type(value).__name__ == "OptimizedModule" and isinstance(
+            getattr(value, "_orig_mod", None), torch.nn.Module
+        ):
+            value = value._orig_mod
+        else:
+            break
+    return value
+
+
+def is_object(value: Any) -> bool:
+    """Whether ``value`` is opened through ``state_dict()``."""
+    return (
+        not isinstance(value, (type, torch.Tensor, Mapping))
+        and callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+    )
+
+
+def _list_is_open(values: list[Any]) -> bool:
+    return any(
+        isinstance(v, (torch.Tensor, ShardedTensor, Mapping, PerRank))
+        or is_object(v)
+        or (isinstance(v, list) and _list_is_open(v))
+        for v in values
+    )
+
+
+def _open(flat: FlatState, path: tuple[PathItem, ...], key: str, value: Any, rank: int) -> None:
+    if isinstance(value, PerRank):
+        flat.per_rank.append(key)
+        name = f"rank{rank}"
+        path, key = (*path, name), f"{key}.{name}"
+        value = value if is_object(value) else value.value
+    if is_object(value):
+        target = _unwrap(value)
+        content = target.state_dict()
+        flat.objects.append((path, target, content))
+        value = content
+    if isinstance(value, Mapping) and (value or not path):
+        prefix = key + "." if path else ""
+        kinds: set[type] = set()
+        for name, item in value.items():
+            if type(name) is not str and type(name) is not int:
+                raise StateError(
+                    f"key {name!r} ({type(name).__name__}) in {key or 'the state'!r} can't be flattened, expected str or int",
+                    key=f"{prefix}{name}",
+                    phase="plan",
+                )
+            kinds.add(type(name))
+            text = str(name)
+            child = prefix + text
+            if isinstance(item, torch.Tensor):  # the fast path: most of a state is tensors in dicts
+                _leaf(flat, (*path, text), child, item)
+            else:
+                _open(flat, (*path, text), child, item, rank)
+        if len(kinds) > 1:
+            raise StateError(
+                f"the keys of {key or 'the state'!r} are str and int mixed, which can't be told apart later",
+                key=key,
+                phase="plan",
+            )
+        if int in kinds:
+            flat.int_keys.add(key)
+        return
+    if isinstance(value, list) and _list_is_open(value):
+        for index, item in enumerate(value):
+            _open(flat, (*path, index), f"{key}.{index}", item, rank)
+        return
+    _leaf(flat, path, key, value)
+
+
+def _leaf(flat: FlatState, path: tuple[PathItem, ...], key: str, value: Any) -> None:
+    if key in flat.values:
+        raise StateError(
+            f"two values flatten to the key {key!r}: {flat.paths[key]!r} and {path!r}",
+            key=key,
+            phase="plan",
+            hint="rename one of them",
+        )
+    flat.values[key] = value
+    flat.paths[key] = path
+
+
+def check_tensor(key: str, tensor: torch.Tensor) -> None:
+    """Refuses tensors whose bytes can't be read through shape and strides.
+
+    Raises:
+        StateError: names the key and says what to save instead. A wrapper subclass (FP8 and other quantised tensors) has
+            an empty storage of its own: copying that would write garbage without an error.
+    """
+    kind = type(tensor)
+    problem = None
+    if kind not in _PLAIN_TYPES and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        problem = (
+            f"a {kind.__name__}, a tensor subclass that keeps its data elsewhere",
+            "save its inner tensors or its dequantised value",
+        )
+    elif tensor.layout is not torch.strided:
+        problem = f"a {tensor.layout} tensor", "save its indices and values as tensors of their own"
+    elif tensor.is_nested:
+        problem = "a nested tensor", "save its values and offsets"
+    elif tensor.is_quantized:
+        problem = f"quantised ({tensor.dtype})", "save int_repr(), scale and zero point"
+    elif tensor.device.type == "meta":
+        problem = "on the meta device and has no data", "materialise it first"
+    elif any(name is not None for name in getattr(tensor, "names", ())):
+        problem = "a named tensor", "drop the names with rename(None)"
+    if problem is not None:
+        raise StateError(f"{key!r} is {problem[0]}; it can't be saved exactly", key=key, phase="plan", hint=problem[1])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Back into place
+
+
+def build_nested(
+    values: Mapping[str, Any], paths: Mapping[str, tuple[PathItem, ...]], int_keys: set[str], skip: int
+) -> Any:
+    """Nested containers from flat ``values``.
+
+    Args:
+        values: flat key to value.
+        paths: flat key to full path.
+        int_keys: prefixes (flat) of mappings with int keys.
+        skip: number of leading path components that lie outside of the result.
+    """
+    holder: dict[PathItem, Any] = {}
+
+    def enter(container: Any, item: PathItem, make: Callable[[], Any]) -> Any:
+        if isinstance(container, list):
+            while len(container) <= int(item):
+                container.append(None)
+            if container[int(item)] is None:
+                container[int(item)] = make()
+            return container[int(item)]
+        return container.setdefault(item, make())
+
+    for key, value in values.items():
+        path = paths[key]
+        container: Any = holder
+        item: PathItem = ""  # the root of the result lives in holder[""]
+        for depth in range(skip, len(path)):
+            container = enter(container, item, list if type(path[depth]) is int else dict)
+            item = path[depth]
+            if type(item) is str and ".".join(map(str, path[:depth])) in int_keys:
+                item = int(item)
+        if isinstance(container, list):
+            enter(container, item, lambda: None)
+            container[int(item)] = value
+        else:
+            container[item] = value
+    return holder.get("", {})
+
+
+def assign(state: Any, flat: FlatState, loaded: Mapping[str, Any]) -> None:
+    """Writes ``loaded`` values (flat key of the template to value) into ``state`` and calls ``load_state_dict`` of the objects.
+
+    Tensors that were filled in place need not be in ``loaded``. Objects are loaded innermost first, so that an outer one
+    sees its parts restored.
+    """
+    contents = {path: content for path, _, content in flat.objects}
+    for key, value in loaded.items():
+        _set(state, contents, flat.paths[key], value)
+    for path, target, content in reversed(flat.objects):
+        target.load_state_dict(contents.get(path, content))
+
+
+def _set(state: Any, contents: dict[tuple[PathItem, ...], Any], path: tuple[PathItem, ...], value: Any) -> None:
+    if not path:
+        state.update(value)
+        return
+    if path in contents:  # the whole content of an object, which was empty in the template
+        contents[path] = value
+        return
+    container: Any = state
+    for depth, item in enumerate(path, start=1):
+        last = depth == len(path)
+        if isinstance(container, PerRank):  # the component is the rank's own, there is no container of that name
+            if last:
+                container.value = value
+                return
+            container = contents.get(path[:depth], container.value)
+        elif last:
+            _put(container, item, value, path)
+        elif path[:depth] in contents:
+            container = contents[path[:depth]]
+        else:
+            container = container[int(item)] if isinstance(container, list) else container[_real_key(container, item)]
+
+
+def _put(container: Any, item: PathItem, value: Any, path: tuple[PathItem, ...]) -> None:
+    if isinstance(container, list):
+        container[int(item)] = value
+    elif isinstance(container, MutableMapping):
+        container[_real_key(container, item)] = value
+    else:
+        raise StateError(
+            f"can't put a value back into a {type(container).__name__} at {'.'.join(map(str, path))!r}", phase="restore"
+        )
+
+
+def _real_key(container: Mapping[Any, Any], item: PathItem) -> Any:
+    """The key as the container has it: paths carry ``str`` where the mapping may have had ints."""
+    if item in container or not isinstance(item, str):
+        return item
+    return int(item) if item.lstrip("-").isdigit() and int(item) in container else item
