@@ -111,6 +111,7 @@ def commit(
             name: FileEntry(len(content), hashlib.sha256(content).hexdigest()) for name, content in contents.items()
         },
         int_keys=job.plan.int_keys,
+        empty=job.plan.empty,
         structure_digest=job.plan.digest,
     )
     write_atomic(os.path.join(job.directory, PART_DIRECTORY, "commit.json"), compose_commit(record))

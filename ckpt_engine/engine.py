@@ -34,7 +34,7 @@ from ckpt_engine.commit.coordinator import Coordinator, pack_error, unpack_error
 from ckpt_engine.commit.directory import CheckpointDirectory
 from ckpt_engine.committing import MetadataComposer, commit
 from ckpt_engine.config import EngineConfig
-from ckpt_engine.errors import CheckpointError, CommitTimeoutError, EngineClosedError
+from ckpt_engine.errors import CheckpointError, CommitTimeoutError, EngineClosedError, MemoryBudgetError
 from ckpt_engine.layout.records import TemplateCache
 from ckpt_engine.planning import Planner
 from ckpt_engine.restore.verify import VerifyReport, verify_checkpoint
@@ -145,6 +145,7 @@ class CheckpointEngine:
             self._check_open()
             started = time.perf_counter()
             self._await_room()
+            self._fit_memory()
             self._seq += 1
             agreed = self._agreement.agree(
                 self._seq, state, step, train_state, in_flight=self._steps_in_flight(), unheard=self._unheard()
@@ -390,6 +391,20 @@ class CheckpointEngine:
             >= self.config.max_in_flight
         ):
             waiting[0]._wait(None)
+
+    def _fit_memory(self) -> None:
+        """Looks at the limits again: another process may have grown since, or gone."""
+        try:
+            decision = decide_budget(
+                self.config.staging_budget,
+                local_ranks=local_rank_count(os.environ),
+                already_held=self._pool.stats().mapped,
+            )
+            granted = decision.granted
+        except MemoryBudgetError as error:
+            log.warning("saving with the smallest staging budget: %s", error)
+            granted = 0
+        self._pool.resize(max(granted, 2 * self._geometry.extent_bytes))
 
     def _drain(self, timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout

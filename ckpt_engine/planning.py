@@ -16,9 +16,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
+import itertools
 import pickle
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,11 +62,11 @@ class RankPlan:
         groups: keys that are compared between ranks, those that the same ranks hold together.
         metadata: on rank 0, DCP's metadata without storage data; its ``planner_data`` holds the paths.
         all_items: on rank 0, per rank the metadata indices of its (tensors, blobs).
-        int_keys: on rank 0, prefixes of mappings with int keys, of all ranks.
+        int_keys, empty: on rank 0, prefixes of mappings with int keys and paths of empty mappings, of all ranks.
     """
 
     plan_id: str
-    signature: list[Any]
+    structure: list[Any]
     tensors: list[WriteItem]
     specs: list[TensorSpec]
     blobs: list[str]
@@ -74,6 +75,7 @@ class RankPlan:
     metadata: Metadata | None = None
     all_items: list[tuple[list[MetadataIndex], list[MetadataIndex]]] = dataclasses.field(default_factory=list)
     int_keys: tuple[str, ...] = ()
+    empty: tuple[tuple[str | int, ...], ...] = ()
 
 
 class Planner:
@@ -93,7 +95,7 @@ class Planner:
         Raises:
             StateError: a tensor can't be saved exactly; the key is named.
         """
-        plan = self.plan if self.plan is not None and self.plan.signature == signature(flat) else None
+        plan = self.plan if self.plan is not None and matches(self.plan.structure, flat) else None
         digests: dict[int, str] = {}
         if plan is not None and plan.groups:
             values = self._digests(flat, blobs)
@@ -127,7 +129,7 @@ class Planner:
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(flat.values, is_coordinator=self._rank == 0)
         self._local = planner.create_local_plan()
-        return pickle.dumps((self._local, flat.paths, sorted(flat.int_keys), self._digests(flat, blobs)))
+        return pickle.dumps((self._local, flat.paths, flat.empties, sorted(flat.int_keys), self._digests(flat, blobs)))
 
     def judge_plan(self, payloads: Sequence[bytes]) -> tuple[bytes, str]:
         """On rank 0: the global plan from everybody's local plans; returns what :meth:`adopt` takes, and the structure's digest.
@@ -137,12 +139,14 @@ class Planner:
         """
         plans: list[SavePlan] = []
         paths: dict[str, Any] = {}
+        empties: dict[str, Any] = {}
         int_keys: set[str] = set()
         digests: list[dict[str, str]] = []
         for payload in payloads:
-            plan, rank_paths, rank_int_keys, rank_digests = pickle.loads(payload)
+            plan, rank_paths, rank_empties, rank_int_keys, rank_digests = pickle.loads(payload)
             plans.append(plan)
             paths.update(rank_paths)
+            empties.update(rank_empties)
             int_keys.update(rank_int_keys)
             digests.append(rank_digests)
         _check_agreement(plans)
@@ -154,7 +158,7 @@ class Planner:
         except (ValueError, AssertionError, RuntimeError) as error:
             raise StateError(f"the ranks' shards don't form whole tensors: {error}", phase="plan") from error
         metadata = dataclasses.replace(metadata, planner_data=paths)
-        self._global = (metadata, [_split(plan) for plan in final], tuple(sorted(int_keys)))
+        self._global = (metadata, [_split(plan) for plan in final], tuple(sorted(int_keys)), tuple(empties.values()))
         kept = []
         for before, after in zip(plans, final, strict=True):
             names = {(item.index.fqn, item.index.offset) for item in after.items}
@@ -174,7 +178,7 @@ class Planner:
         tensors = [item for item in items if item.type != _BYTES]
         plan = RankPlan(
             plan_id=plan_id,
-            signature=signature(flat),
+            structure=list(structure(flat)),
             tensors=tensors,
             specs=_specs(tensors, resolve(tensors, flat)),
             blobs=[item.index.fqn for item in items if item.type == _BYTES],
@@ -182,7 +186,7 @@ class Planner:
             groups=groups,
         )
         if self._rank == 0:
-            plan.metadata, plan.all_items, plan.int_keys = self._global
+            plan.metadata, plan.all_items, plan.int_keys, plan.empty = self._global
             del self._global
         self.plan = plan
         return plan
@@ -213,56 +217,65 @@ def judge_begin(proposals: Sequence[Proposal]) -> bool:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def signature(flat: FlatState) -> list[Any]:
-    """Structure of a state on this rank, cheap to compare: names, types, shapes, dtypes, placements, and which tensors are the same memory.
+def structure(flat: FlatState) -> Iterator[Any]:
+    """Structure of a state on this rank, piece by piece: names, types, shapes, dtypes, placements, and which tensors are the same memory.
 
     Shapes and placements are in it, addresses are not: a plan never outlives a structure, and never holds on to a storage.
+    It is compared as it is made (:func:`matches`): tens of thousands of tuples kept for a comparison would set off the
+    garbage collector in the trainer, which costs more than the comparison.
     """
-    result: list[Any] = [frozenset(flat.int_keys)]
-    first: dict[Any, int] = {}
-    add = result.append
+    yield frozenset(flat.int_keys)
+    same = SameMemory()
     for number, (key, value) in enumerate(flat.values.items()):
         kind = type(value)
         if isinstance(value, torch.Tensor):
             if isinstance(value, DTensor):
                 local = value.to_local().detach()
-                add(
-                    (
-                        key,
-                        kind,
-                        value.dtype,
-                        value.shape,
-                        value.placements,
-                        tuple(value.device_mesh.mesh.flatten().tolist()),
-                        local.shape,
-                    )
-                )
+                yield (key, kind, value.dtype, value.shape, value.placements, value.device_mesh, local.shape)
                 value = local
             else:
                 check_tensor(key, value)
-                add((key, kind, value.dtype, value.shape))
-            identity = memory_of(value)
-            if identity is not None:
-                other = first.setdefault(identity, number)
-                if other != number:
-                    add((other, number))
+                yield (key, kind, value.dtype, value.shape)
+            other = same.seen(number, value)
+            if other is not None:
+                yield (other, number)
         elif isinstance(value, ShardedTensor):
-            add((key, kind, value.dtype, value.size(), repr(value.metadata().shards_metadata)))
+            yield (key, kind, value.dtype, value.size(), repr(value.metadata().shards_metadata))
         else:
-            add((key, None))
-    add(flat.paths)
-    return result
+            yield (key, None)
+    yield flat.paths
+    yield flat.empties
 
 
-def memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Identity of the bytes that a tensor shows, or ``None`` if it has none (empty). Two equal ones are one and the same memory."""
-    try:
+def matches(known: Sequence[Any], flat: FlatState) -> bool:
+    """Whether ``known`` is the structure of ``flat``. Looks at every tensor of ``flat`` that can be compared, mismatch or not."""
+    equal, count = True, 0
+    for count, (piece, other) in enumerate(zip(structure(flat), itertools.chain(known, itertools.repeat(None))), 1):
+        equal = equal and piece == other
+    return equal and count == len(known)
+
+
+class SameMemory:
+    """Finds tensors that show exactly the same bytes as an earlier one (tied weights)."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, int] = {}
+        self._tensors: dict[int, torch.Tensor] = {}
+
+    def seen(self, number: int, tensor: torch.Tensor) -> int | None:
+        """The number of the earlier tensor, or ``None``; ``tensor`` is remembered as ``number``."""
         address = tensor.data_ptr()
-    except RuntimeError:  # a subclass without storage; check_tensor says so by name
-        return None
-    if address == 0 or tensor.numel() == 0:
-        return None
-    return (address, tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        if address == 0 or tensor.numel() == 0:
+            return None
+        other = self._first.setdefault(address, number)
+        if other == number:
+            self._tensors[address] = tensor
+            return None
+        return other if _view_of(self._tensors[address]) == _view_of(tensor) else None
+
+
+def _view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
 
 
 def resolve(items: Sequence[WriteItem], flat: FlatState) -> list[torch.Tensor]:
@@ -290,7 +303,7 @@ def resolve(items: Sequence[WriteItem], flat: FlatState) -> list[torch.Tensor]:
 
 
 def _specs(items: Sequence[WriteItem], tensors: Sequence[torch.Tensor]) -> list[TensorSpec]:
-    first: dict[Any, int] = {}
+    same = SameMemory()
     specs = []
     for number, (item, tensor) in enumerate(zip(items, tensors, strict=True)):
         if item.tensor_data is None or tuple(item.tensor_data.chunk.sizes) != tuple(tensor.shape):
@@ -300,9 +313,7 @@ def _specs(items: Sequence[WriteItem], tensors: Sequence[torch.Tensor]) -> list[
                 key=item.index.fqn,
                 phase="plan",
             )
-        identity = memory_of(tensor)
-        other = number if identity is None else first.setdefault(identity, number)
-        specs.append(TensorSpec(tuple(tensor.shape), tensor.dtype, None if other == number else other))
+        specs.append(TensorSpec(tuple(tensor.shape), tensor.dtype, same.seen(number, tensor)))
     return specs
 
 

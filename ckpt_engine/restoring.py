@@ -210,16 +210,20 @@ def plan_load(flat: FlatState, source: CheckpointSource, rank: int) -> LoadPlan:
     saved = source.metadata.state_dict_metadata
     plan = LoadPlan(unused=set(saved))
     rename = _per_rank_names(flat, saved, rank, plan)
-    for key, value in flat.values.items():
+    empties = _empties(source)
+    order = _in_order(source)
+    flat.paths.update(flat.empties)
+    for key, value in [*flat.values.items(), *((key, {}) for key in flat.empties)]:
         name = rename(key)
         entry = saved.get(name)
         if entry is None:
             if _is_empty(value):
-                children = [k for k in _in_order(source) if k.startswith(name + ".")]
-                if children:
+                children = [k for k in order if k.startswith(name + ".")]
+                if children or any(k == name or k.startswith(name + ".") for k in empties):
                     plan.containers[key] = children
                     plan.unused.difference_update(children)
-                if children or value is not None:
+                    continue
+                if value is not None:  # stock DCP forgets empty containers: not one more missing key
                     continue
             plan.missing.append(key)
             continue
@@ -250,6 +254,11 @@ def _in_order(source: CheckpointSource) -> list[str]:
     saved = source.metadata.state_dict_metadata
     first = {key: None for key in source.metadata.planner_data or () if key in saved}
     return list(first | dict.fromkeys(saved))
+
+
+def _empties(source: CheckpointSource) -> dict[str, tuple[str | int, ...]]:
+    """Empty mappings of the state that was saved: flat key to path."""
+    return {} if source.commit is None else {".".join(map(str, path)): path for path in source.commit.empty}
 
 
 def _is_empty(value: Any) -> bool:
@@ -364,9 +373,9 @@ def _read(
         if source.commit is None and _optimizer_params(flat, key):
             int_keys.add(key)  # stock metadata doesn't tell; an optimizer's state is keyed by position
         child_paths = {child: tuple(paths.get(child, (child,))) for child in children}
-        loaded[key] = build_nested(
-            {child: inner[child] for child in children}, child_paths, int_keys, len(flat.paths[key])
-        )
+        empties = {k: path for k, path in _empties(source).items() if path[: len(flat.paths[key])] == flat.paths[key]}
+        values = {child: inner[child] for child in children} | {k: {} for k in empties}
+        loaded[key] = build_nested(values, child_paths | empties, int_keys, len(flat.paths[key]))
     return size
 
 

@@ -146,7 +146,7 @@ class SaveJob:
         for number, image in enumerate(layout.images):
             mine = [agreed.blobs[key] for key in self.plan.blobs] if number == layout.blob_image else []
             self._add_file(image, BlobRun.place(image, mine))
-        self.queue = WriteQueue(self._writers, on_failure=pool.wake)
+        self.queue = WriteQueue(self._writers, on_failure=pool.wake, retries=config.retries)
 
     def _add_file(self, image: FileImage, run: BlobRun) -> None:
         sealer = Sealer(image, run, self._extent_bytes, checksum=self.config.checksum)

@@ -4,7 +4,7 @@ A *state* is a nested dict (lists inside are fine) of tensors, DTensors, objects
 (modules, optimizers, anything stateful), :class:`PerRank` values and picklable values. :func:`flatten` turns it into flat
 keys by the rules of ``torch.distributed.checkpoint`` (components joined by ``"."``; a list is opened only when there is a
 tensor or a mapping in it), so that stock loaders find what they expect. On top of those rules: objects are opened at any
-depth, an empty mapping is kept as a value of its own, and whatever can't be written back exactly raises a
+depth, empty mappings are remembered, and whatever can't be written back exactly raises a
 :class:`StateError` that names the key. :func:`assign` puts loaded values back in place.
 
 Nothing here reads tensor contents or touches the disk.
@@ -83,6 +83,7 @@ class FlatState:
     Attributes:
         values: flat key to tensor, DTensor, ShardedTensor or picklable value.
         paths: flat key to path, as DCP's ``planner_data`` has it (dict keys as str, list positions as int).
+        empties: key to path of the empty mappings, which stand for nothing in DCP's metadata.
         int_keys: prefixes of the mappings whose keys are ints; DCP's paths lose that.
         objects: (path, object, the dict that its ``state_dict()`` gave), innermost last.
         per_rank: prefixes of the :class:`PerRank` values, without the rank's own component.
@@ -90,6 +91,7 @@ class FlatState:
 
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     paths: dict[str, tuple[PathItem, ...]] = dataclasses.field(default_factory=dict)
+    empties: dict[str, tuple[PathItem, ...]] = dataclasses.field(default_factory=dict)
     int_keys: set[str] = dataclasses.field(default_factory=set)
     objects: list[tuple[tuple[PathItem, ...], Any, Any]] = dataclasses.field(default_factory=list)
     per_rank: list[str] = dataclasses.field(default_factory=list)
@@ -155,7 +157,9 @@ def _open(flat: FlatState, path: tuple[PathItem, ...], key: str, value: Any, ran
         content = target.state_dict()
         flat.objects.append((path, target, content))
         value = content
-    if isinstance(value, Mapping) and (value or not path):
+    if isinstance(value, Mapping):
+        if not value and path:
+            flat.empties[key] = path
         prefix = key + "." if path else ""
         kinds: set[type] = set()
         for name, item in value.items():

@@ -204,8 +204,8 @@ def failures(rank: int, world: int) -> list[tuple[Any, ...]]:
 
 def test_an_error_is_the_same_on_every_rank() -> None:
     """B004, B016: type, fields and traceback text; the next round works, and failed rounds leave no keys."""
-    results = run_ranks(3, failures)
-    assert results[0] == results[1] == results[2]
+    results = run_ranks(2, failures)
+    assert results[0] == results[1]
     (kind, message, fields), unknown, remote, after, clean = results[0]
     assert (kind, message) == ("StorageError", "no space")
     assert fields["errno"] == errno.ENOSPC and fields["path"] == "/x" and fields["phase"] == "write"
@@ -214,7 +214,7 @@ def test_an_error_is_the_same_on_every_rank() -> None:
     assert unknown[:2] == ("CheckpointError", "rank 0 failed in phase commit: ValueError: not so")
     assert remote[:2] == ("CheckpointError", "rank 1 failed in phase write: ZeroDivisionError: x1")
     assert remote[2]["rank"] == 1 and remote[2]["path"] == "/shard" and "in work" in remote[2]["remote_traceback"]
-    assert after == (b"0,1,2",) and clean == (True,)
+    assert after == (b"0,1",) and clean == (True,)
 
 
 def silences(rank: int, world: int) -> list[Any]:
@@ -234,7 +234,7 @@ def silences(rank: int, world: int) -> list[Any]:
 
         outcome = told(lambda n=late, j=judge: coordinator.decide(f"late/{n}", b"", j, phase="vote", step=3))
         found.append((outcome, time.monotonic() - begin < (2.5 if rank == late else 1.9), judged))
-    after = coordinator.decide("after", b"%d" % rank, joined, phase="vote", step=4)
+    after = coordinator.decide("after", b"%d" % rank, joined, phase="vote", step=4, timeout=20)
     return [*found, after, keys_return_to(before)]
 
 
@@ -445,6 +445,7 @@ def test_ranks_agree_even_where_deadlines_and_answers_cross() -> None:
 
 def test_an_interrupted_wait_frees_the_coordinator() -> None:
     store, (first, second) = thread_ranks(2, timeout=60)
+    begin = time.monotonic()
 
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
@@ -463,6 +464,7 @@ def test_an_interrupted_wait_frees_the_coordinator() -> None:
     other.start()
     assert first.decide("b", b"0", joined, phase="vote", step=2, timeout=10) == b"0,1"
     other.join()
+    assert time.monotonic() - begin < 20, "the wait that was interrupted went on"
     first.close()
     second.close()
     assert store.num_keys() == 0
@@ -506,7 +508,15 @@ def raised(error: BaseException) -> BaseException:
         return caught
 
 
-ALL_FIELDS = {"step": 3, "path": "/p", "rank": 5, "phase": "write", "hint": "do", "errno": 28, "remote_traceback": "tb"}
+ALL_FIELDS: dict[str, Any] = {
+    "step": 3,
+    "path": "/p",
+    "rank": 5,
+    "phase": "write",
+    "hint": "do",
+    "errno": 28,
+    "remote_traceback": "tb",
+}
 SAMPLES: list[CheckpointError] = [
     *(
         kind("broken", **ALL_FIELDS)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import pickle
 import threading
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -21,14 +18,13 @@ from ckpt_engine.errors import (
     CheckpointError,
     CorruptionError,
     KeyMismatchError,
-    NotCommittedError,
     StateError,
     StorageError,
 )
 from ckpt_engine.restore import boxes, reader
 from ckpt_engine.restore.reader import TensorRead, load_object, read_object, read_tensors
 from ckpt_engine.restore.source import CheckpointSource
-from tests.handmade import DTYPES, Chunk, example, flip, same_bits, write_checkpoint
+from tests.handmade import DTYPES, Chunk, example, flip, same_bits, stock_save, write_checkpoint
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -47,12 +43,6 @@ def box(fqn: str, chunk: Sequence[int], low: Sequence[int], target: torch.Tensor
 def load(path: Path, targets: Mapping[str, torch.Tensor], *, threads: int = 2, verify: bool = True) -> int:
     reads = [whole(fqn, target) for fqn, target in targets.items()]
     return read_tensors(CheckpointSource.open(path), reads, threads=threads, verify=verify)
-
-
-def stock_save(path: Path, state: dict[str, Any]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=path, no_dist=True)
 
 
 def small_pieces(monkeypatch: pytest.MonkeyPatch, size: int = 256) -> None:
@@ -272,51 +262,6 @@ def test_a_flipped_bit_in_a_stock_record_is_found(tmp_path: Path) -> None:
     load(tmp_path, {"v": torch.zeros(10, dtype=torch.int64)})
 
 
-@pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
-def test_incomplete_directories_are_refused_by_name(tmp_path: Path, stock: bool) -> None:
-    """B032: no metadata, a missing shard, a shard one byte short."""
-    if stock:
-        stock_save(tmp_path, {"w": torch.ones(10)})
-    else:
-        write_checkpoint(tmp_path, {"w": torch.ones(10)})
-    shard = tmp_path / "__0_0.distcp"
-    content = shard.read_bytes()
-    shard.write_bytes(content[:-1])
-    with pytest.raises(CorruptionError, match=rf"__0_0.distcp has {len(content) - 1} bytes, expected {len(content)}"):
-        CheckpointSource.open(tmp_path)
-    shard.unlink()
-    with pytest.raises(CorruptionError, match="__0_0.distcp is missing"):
-        CheckpointSource.open(tmp_path)
-    shard.write_bytes(content)
-    (tmp_path / ".metadata").unlink()
-    with pytest.raises(NotCommittedError if stock else CorruptionError, match=".metadata"):
-        CheckpointSource.open(tmp_path)
-
-
-def test_a_save_that_never_reached_its_commit_is_not_opened(tmp_path: Path) -> None:
-    """B032, B107: everything is there but the commit record."""
-    write_checkpoint(tmp_path, {"w": torch.ones(10)})
-    (tmp_path / "ckpt_engine" / "commit.json").unlink()
-    with pytest.raises(NotCommittedError, match="commit.json is missing"):
-        CheckpointSource.open(tmp_path)
-    with pytest.raises(NotCommittedError, match="no such"):
-        CheckpointSource.open(tmp_path / "nowhere")
-
-
-def test_truncation_anywhere_is_refused_when_opening(tmp_path: Path) -> None:
-    """B107: each file, cut at many places."""
-    write_checkpoint(tmp_path, {"w": torch.arange(100.0)}, {"v": [1, 2]}, train_state=b"state")
-    for path in sorted(p for p in tmp_path.rglob("*") if p.is_file()):
-        content = path.read_bytes()
-        for size in sorted({0, 1, len(content) - 1, *range(0, len(content), max(1, len(content) // 12))}):
-            path.write_bytes(content[:size])
-            with pytest.raises(CorruptionError) as caught:
-                CheckpointSource.open(tmp_path)
-            assert caught.value.file == path.name or path.name in str(caught.value.file)
-        path.write_bytes(content)
-    CheckpointSource.open(tmp_path)
-
-
 def test_a_file_that_shrinks_after_opening_is_a_typed_error(tmp_path: Path) -> None:
     """B107: the shard is cut between opening and reading."""
     (item,) = write_checkpoint(tmp_path, {"w": torch.arange(1000.0)})
@@ -396,7 +341,7 @@ def test_overlapping_and_real_for_complex_targets_are_refused(tmp_path: Path) ->
     write_checkpoint(tmp_path, {"w": torch.ones(5, 2), "c": torch.ones(3, dtype=torch.complex64)})
     with pytest.raises(StateError, match="shares elements with itself"):
         load(tmp_path, {"w": torch.zeros(6).as_strided((5, 2), (1, 1))})
-    with pytest.raises(StateError, match="can't hold the saved torch.complex64"):
+    with pytest.raises(StateError, match=r"can't hold the saved torch\.complex64"):
         load(tmp_path, {"c": torch.zeros(3)})
 
 
@@ -420,45 +365,6 @@ def test_what_the_checkpoint_does_not_have_is_an_error_not_silence(tmp_path: Pat
     for read in wrong:
         with pytest.raises(KeyMismatchError, match=read.fqn):
             read_tensors(source, [read], threads=1, verify=True)
-
-
-def test_names_never_lead_out_of_the_directory(tmp_path: Path) -> None:
-    outside = tmp_path / "outside.distcp"
-    inside = tmp_path / "ckpt"
-    write_checkpoint(inside, {"w": torch.ones(10)})
-    shard = inside / "__0_0.distcp"
-    shard.rename(outside)
-    shard.symlink_to(outside)
-    with pytest.raises(CorruptionError, match="leads out of the checkpoint"):
-        CheckpointSource.open(inside)
-    stock = tmp_path / "stock"
-    stock_save(stock, {"w": torch.ones(10)})
-    (stock / "__0_0.distcp").rename(outside)
-    metadata = pickle.loads((stock / ".metadata").read_bytes())
-    for name in ("../outside.distcp", str(outside)):
-        for place in metadata.storage_data.values():
-            place.relative_path = name
-        (stock / ".metadata").write_bytes(pickle.dumps(metadata))
-        with pytest.raises(CorruptionError, match="no name of a file inside"):
-            CheckpointSource.open(stock)
-
-
-class _Evil:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, ("ran",)
-
-
-def test_metadata_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    stock_save(tmp_path, {"w": torch.ones(10)})
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(_Evil()))
-    with pytest.raises(CheckpointError, match=r"posix.mkdir|os.mkdir"):
-        CheckpointSource.open(tmp_path)
-    dotted = pickle.dumps(0)[:2] + b"\x8c\x27torch.distributed.checkpoint.filesystem\x8c\x09os.getcwd\x93)R."
-    (tmp_path / ".metadata").write_bytes(dotted)
-    with pytest.raises(CheckpointError, match="os.getcwd"):
-        CheckpointSource.open(tmp_path)
-    assert not (tmp_path / "ran").exists()
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -493,14 +399,3 @@ def test_values_are_checked_and_loaded_without_running_code(tmp_path: Path, stoc
         read_object(source, "custom", verify=True)
     with pytest.raises(CorruptionError, match="'cut'"):
         load_object(data[:50], fqn="cut", trusted=True)
-
-
-def test_the_train_state_is_checked(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, {"w": torch.ones(1)}, train_state=b"eight tensors")
-    source = CheckpointSource.open(tmp_path)
-    assert source.train_state_bytes() == b"eight tensors"
-    (tmp_path / "train_state.pt").write_bytes(b"eight tensorz")
-    with pytest.raises(CorruptionError, match="train_state.pt"):
-        source.train_state_bytes()
-    write_checkpoint(tmp_path / "without", {"w": torch.ones(1)})
-    assert CheckpointSource.open(tmp_path / "without").train_state_bytes() is None

@@ -35,7 +35,8 @@ def test_flat_keys_are_those_of_stock_dcp() -> None:
 
 
 def test_an_empty_mapping_is_kept() -> None:
-    assert flatten({"e": {}, "x": {"f": {}}}).values == {"e": {}, "x.f": {}}
+    flat = flatten({"e": {}, "x": {"f": {}}, "l": [{}]})
+    assert flat.values == {} and flat.empties == {"e": ("e",), "x.f": ("x", "f"), "l.0": ("l", 0)}
 
 
 @pytest.mark.parametrize("key", [(1, 2), 1.5, None, True, b"x"], ids=repr)
@@ -74,7 +75,8 @@ def test_an_optimizer_round_trips_through_flat_values() -> None:
     fresh = torch.optim.AdamW(model.parameters(), lr=5.0)
     state = {"optim": fresh}
     target = flatten(state)
-    assert target.values["optim.state"] == {}
+    assert target.empties == {"optim.state": ("optim", "state")}
+    target.paths.update(target.empties)
     children = {k: v for k, v in flat.values.items() if k.startswith("optim.state.")}
     nested = build_nested(children, flat.paths, flat.int_keys, 2)
     assert set(nested) == {0, 1} and set(nested[0]) == {"step", "exp_avg", "exp_avg_sq"}

@@ -16,7 +16,7 @@
      "files": [{"name": "__0_0.distcp",                 "parts": [{"rank": 0, "name": "rank-00000.json",
                 "bytes": 4096}, ...],                               "bytes": 700, "sha256": "4c.."}, ...],
      "items": {"fqn": [..], "chunk": [..], ...},        "files": {".metadata": {"bytes": 90, "sha256": ".."}},
-     "crc32": "8 hex digits per item",                  "structure": {"int_keys": [..], "digest": ".."}},
+     "crc32": "8 hex digits per item",                  "structure": {"int_keys": [..], "empty": [..],
      "frame_crc32": "8 hex digits per item"}          "sha256": "of the record, as it stands between the braces"}
 
     an item in its shard file
@@ -90,6 +90,7 @@ class CommitRecord:
         parts: one entry per rank, in rank order.
         files: the other files of the checkpoint by name (``.metadata``, ``train_state.pt``).
         int_keys: prefixes of mappings with int keys.
+        empty: paths of empty mappings, which flat keys can't express (dict keys as str, list positions as int).
         structure_digest: equal for equal names, shapes and dtypes.
     """
 
@@ -104,6 +105,7 @@ class CommitRecord:
     files: Mapping[str, FileEntry]
     int_keys: tuple[str, ...] = ()
     structure_digest: str = ""
+    empty: tuple[tuple[str | int, ...], ...] = ()
 
 
 class PartFile(NamedTuple):
@@ -303,7 +305,11 @@ def compose_commit(record: CommitRecord) -> bytes:
         "checksum": record.checksum,
         "parts": [entry._asdict() for entry in record.parts],
         "files": {name: entry._asdict() for name, entry in record.files.items()},
-        "structure": {"int_keys": list(record.int_keys), "digest": record.structure_digest},
+        "structure": {
+            "int_keys": list(record.int_keys),
+            "empty": [list(path) for path in record.empty],
+            "digest": record.structure_digest,
+        },
     }
     data = _envelope(fields)
     parse_commit(data, path=COMMIT_NAME)
@@ -346,6 +352,9 @@ def parse_commit(data: bytes, *, path: str) -> CommitRecord:
     int_keys = reader.want(structure, "int_keys", list)
     if not all(type(key) is str for key in int_keys):
         reader.fail("structure.int_keys holds something that is not a string")
+    empty = reader.want(structure, "empty", list)
+    if not all(type(path) is list and all(type(part) in (str, int) for part in path) for path in empty):
+        reader.fail("structure.empty holds something that is not a path")
     parts = [_part_entry(reader, entry, rank) for rank, entry in enumerate(reader.want(record, "parts", list))]
     if len(parts) != world_size:
         reader.fail(f"it lists {len(parts)} parts for {world_size} ranks")
@@ -364,6 +373,7 @@ def parse_commit(data: bytes, *, path: str) -> CommitRecord:
         parts=tuple(parts),
         files=files,
         int_keys=tuple(int_keys),
+        empty=tuple(map(tuple, empty)),
         structure_digest=reader.want(structure, "digest", str),
     )
 

@@ -152,7 +152,8 @@ class CheckpointSource:
         storage: dict[MetadataIndex, Any] = self.metadata.storage_data
         place = storage.get(index)
         if place is None:
-            which = f" (chunk at {list(index.offset)})" if any(index.offset or ()) else ""
+            offset = tuple(index.offset or ())
+            which = f" (chunk at {list(offset)})" if any(offset) else ""
             raise KeyMismatchError(
                 f"{index.fqn!r}{which} is not in the checkpoint",
                 missing=(index.fqn,),
@@ -160,16 +161,16 @@ class CheckpointSource:
                 path=self.path,
                 phase="restore",
             )
-        name, offset, length = place.relative_path, place.offset, place.length
+        name, start, length = place.relative_path, place.offset, place.length
         if self.commit is None:
             return self._stock_record(index, self._files.full(name), place)
         part = self._owner.get(name)
-        item = None if part is None else self._items(part).get((name, offset))
+        item = None if part is None else self._items(part).get((name, start))
         # Names may differ: tied tensors share one record, which the manifest lists once, under one of their names.
         if item is None or item.length != length:
             self._files.fail(
                 METADATA,
-                f"says that {index.fqn!r} lies at {offset}+{length} of {name}; the part manifest says otherwise",
+                f"says that {index.fqn!r} lies at {start}+{length} of {name}; the part manifest says otherwise",
                 tensor=index.fqn,
             )
         dtype = None if item.dtype is None else _DTYPES.get(item.dtype)
@@ -181,7 +182,7 @@ class CheckpointSource:
                 phase="restore",
                 hint="use the version of torch that saved it, or a later one",
             )
-        where = (index.fqn, self._paths[name], offset, length, item.payload, item.nbytes, item.crc32)
+        where = (index.fqn, self._paths[name], start, length, item.payload, item.nbytes, item.crc32)
         chunk = None if index.offset is None else tuple(index.offset)
         return RecordInfo(*where, item.kind, dtype, item.shape, chunk)
 

@@ -1,13 +1,13 @@
 """Small durable file-system steps.
 
-Holds what ``os`` and ``shutil`` lack: a file replaced in one durable step, directories made durably and without the race
-of ``makedirs``, removal that follows no symlink, and three Linux calls that Python doesn't offer (``fallocate``,
+Holds what ``os`` and ``shutil`` lack: a file replaced in one durable step, directories made durably and without the
+race of ``makedirs``, removal that follows no symlink, and three Linux calls that Python doesn't offer (``fallocate``,
 ``renameat2``, ``sync_file_range``), each with a plain "not here" answer where kernel or file system can't.
 
 Promises: when a function returns, what its docstring says is on the device; when :func:`write_atomic` fails or the
 machine dies in it, the file has its old content or its new one. A kill may leave a file named :data:`TEMP_PREFIX` +
-random. Errors are the ``OSError`` of the call that failed, with the path in it; callers add step and phase. No retries of
-failed writes, no locks, no child process.
+random. Errors are the ``OSError`` of the call that failed, with the path in it; callers add step and phase. No retries
+of failed writes, no locks, no child process.
 """
 
 from __future__ import annotations

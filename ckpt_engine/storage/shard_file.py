@@ -8,8 +8,8 @@
 
 Direct mode (O_DIRECT) goes past the page cache: it costs little CPU and leaves no dirty pages, which cgroups and Ray
 count as used memory. Offsets, lengths and memory are aligned to :data:`ALIGNMENT`, so the last extent is padded and the
-file cut to its size at the end. Buffered mode is for file systems that refuse O_DIRECT: written pages go to the device in
-windows, at most :data:`WINDOW_BYTES` plus one piece are dirty at any time, and none stay cached after
+file cut to its size at the end. Buffered mode is for file systems that refuse O_DIRECT: written pages go to the device
+in windows, at most :data:`WINDOW_BYTES` plus one piece are dirty at any time, and none stay cached after
 :meth:`ShardFile.finish`.
 
 Promises: after ``finish`` content and length are on the device (the *name* is durable after an fsync of the directory,
@@ -122,7 +122,8 @@ class ShardFile:
             StorageError: not all bytes were written. The call may be repeated, unless writing back was what failed.
             ValueError: misaligned, or beyond the end of the file.
         """
-        with data.cast("B") as view:  # released on leaving, so that a kept traceback doesn't pin the pool's memory
+        # Every view made here is released on leaving: in a kept traceback it would pin the pool's memory.
+        with data.cast("B") as view:
             self._check_range(view.nbytes, offset)
             fd = self._enter()
             try:
@@ -157,7 +158,8 @@ class ShardFile:
     def _write_direct(self, fd: int, view: memoryview, done: int, offset: int) -> int:
         """One pwrite. 0 if the file system refused and the file is buffered from now on."""
         try:
-            written = os.pwrite(fd, view[done:], offset + done)
+            with view[done:] as rest:
+                written = os.pwrite(fd, rest, offset + done)
         except OSError as error:
             if error.errno not in _REFUSALS:
                 raise self._write_error(error, view.nbytes - done, offset + done) from error
@@ -184,7 +186,8 @@ class ShardFile:
         start, nbytes = offset + done, min(view.nbytes - done, PIECE_BYTES)
         with self._window_lock:
             try:
-                written = os.pwrite(fd, view[done : done + nbytes], start)
+                with view[done : done + nbytes] as piece:
+                    written = os.pwrite(fd, piece, start)
             except OSError as error:
                 raise self._write_error(error, nbytes, start) from error
             self._check_written(written, nbytes, start)
@@ -204,7 +207,7 @@ class ShardFile:
                 lost = _storage_error(what, error, self.path, self.size, self._step)
                 with self._lock:
                     self._lost = lost
-                raise lost from error
+                raise copy.copy(lost) from error
         return written
 
     def _check_written(self, written: int, nbytes: int, offset: int) -> int:
@@ -303,7 +306,7 @@ class ShardFile:
         if self._state == "aborted":
             raise self._state_error("the file was aborted")
         if self._lost is not None and lost_counts:
-            # A new object: raising one twice, from two threads, would mix their tracebacks.
+            # A copy: the one that is kept must not gather tracebacks, whose frames hold the caller's memory.
             raise copy.copy(self._lost)
 
     def _state_error(self, what: str) -> StorageError:

@@ -13,11 +13,21 @@ submitted.
 from __future__ import annotations
 
 import collections
+import errno
+import logging
 import threading
 import time
 from collections.abc import Callable
 
+from ckpt_engine.errors import StorageError
 from ckpt_engine.storage.shard_file import ShardFile
+
+log = logging.getLogger("ckpt_engine")
+
+#: Errors after which the same write may succeed: network storage that fails over, a device path that is switched.
+TRANSIENT = frozenset({errno.EAGAIN, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOBUFS})
+
+_FIRST_PAUSE = 0.05  # seconds before the first retry; doubled each time
 
 #: seal(extent number, view) -> bytes to write
 Seal = Callable[[int, memoryview], int]
@@ -52,8 +62,9 @@ class Filled:
 class WriteQueue:
     """All files of one save. ``done`` is set when every file is durable, or when the first failure has stopped them."""
 
-    def __init__(self, files: list[FileWriter], *, on_failure: Callable[[], None]) -> None:
+    def __init__(self, files: list[FileWriter], *, on_failure: Callable[[], None], retries: int = 0) -> None:
         self.files = files
+        self._retries = retries
         self.done = threading.Event()
         self.failure: BaseException | None = None
         self.progress = 0  # bytes written so far
@@ -157,7 +168,7 @@ class WriteQueue:
                     self._offer(file)
             start = time.perf_counter()
             if self.failure is None:
-                file.file.write(extent.view[:size], number * file.extent_bytes)
+                self._write_with_retries(file.file, extent.view[:size], number * file.extent_bytes)
             spent = time.perf_counter() - start
         finally:
             extent.release()
@@ -174,6 +185,21 @@ class WriteQueue:
                 self.write_seconds += time.perf_counter() - start
                 self.progress += 1
                 file.finished = True
+
+    def _write_with_retries(self, file: ShardFile, data: memoryview, offset: int) -> None:
+        """A retried extent starts again at its own offset; ENOSPC, EACCES and their like are never retried."""
+        pause = _FIRST_PAUSE
+        for left in range(self._retries, -1, -1):
+            try:
+                return file.write(data, offset)
+            except StorageError as error:
+                if left == 0 or error.errno not in TRANSIENT or self.failure is not None:
+                    raise
+                log.warning(
+                    "write of %d bytes at %d failed and is tried again in %.2f s: %s", len(data), offset, pause, error
+                )
+            time.sleep(pause)
+            pause *= 2
 
     def _discard(self) -> None:
         for file in self.files:
