@@ -13,6 +13,7 @@ The steps of an agreement between ranks (bytes in, bytes out) are here; who talk
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import hashlib
 import io
@@ -31,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from ckpt_engine.errors import StateError
 from ckpt_engine.layout.image import TensorSpec
-from ckpt_engine.state import FlatState, check_tensor
+from ckpt_engine.state import FlatState, check_tensor, collector_paused
 from ckpt_engine.storage.checksum import crc32
 
 _BYTES = WriteItemType.BYTE_IO
@@ -123,6 +124,10 @@ class Planner:
 
     def local_plan(self, flat: FlatState, blobs: Mapping[str, bytes]) -> bytes:
         """This rank's write items, pickled, for rank 0."""
+        with collector_paused():
+            return self._local_plan(flat, blobs)
+
+    def _local_plan(self, flat: FlatState, blobs: Mapping[str, bytes]) -> bytes:
         for key, value in flat.values.items():
             if isinstance(value, torch.Tensor):
                 check_tensor(key, value.to_local() if isinstance(value, DTensor) else value)
@@ -137,6 +142,10 @@ class Planner:
         Raises:
             StateError: ranks disagree about a key, or the shards of a tensor don't cover it exactly once.
         """
+        with collector_paused():
+            return self._judge_plan(payloads)
+
+    def _judge_plan(self, payloads: Sequence[bytes]) -> tuple[bytes, str]:
         plans: list[SavePlan] = []
         paths: dict[str, Any] = {}
         empties: dict[str, Any] = {}
@@ -250,8 +259,9 @@ def structure(flat: FlatState) -> Iterator[Any]:
 def matches(known: Sequence[Any], flat: FlatState) -> bool:
     """Whether ``known`` is the structure of ``flat``. Looks at every tensor of ``flat`` that can be compared, mismatch or not."""
     equal, count = True, 0
-    for count, (piece, other) in enumerate(zip(structure(flat), itertools.chain(known, itertools.repeat(None))), 1):
+    for piece, other in zip(structure(flat), itertools.chain(known, itertools.repeat(None)), strict=False):
         equal = equal and piece == other
+        count += 1
     return equal and count == len(known)
 
 
@@ -418,8 +428,9 @@ def is_blob(value: Any) -> bool:
 
 
 def _tensor_crc(tensor: torch.Tensor) -> int:
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
-    return crc32(data)
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    size = flat.numel() * flat.element_size()
+    return crc32((ctypes.c_char * size).from_address(flat.data_ptr())) if size else 0
 
 
 def _combine(digests: Sequence[str]) -> str:

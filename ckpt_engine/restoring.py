@@ -29,7 +29,7 @@ from ckpt_engine.errors import CheckpointError, ConfigError, CorruptionError, Ke
 from ckpt_engine.restore.reader import TensorRead, load_object, read_object, read_tensors
 from ckpt_engine.restore.source import CheckpointSource
 from ckpt_engine.results import Restored, RestoreReport
-from ckpt_engine.state import FlatState, assign, build_nested, flatten
+from ckpt_engine.state import FlatState, assign, build_nested, collector_paused, flatten
 from ckpt_engine.train_state import TrainState
 
 log = logging.getLogger("ckpt_engine")
@@ -131,11 +131,12 @@ class Restorer:
         holder: list[tuple[CheckpointSource, FlatState, LoadPlan]] = []
 
         def prepare() -> bytes:
-            source = CheckpointSource.open(path, step=step)
-            flat = flatten(state, rank=self._rank)
-            plan = plan_load(flat, source, self._rank)
-            if not flat.values and self._coordinator.world_size == 1:
-                plan.take_everything(flat, source)
+            with collector_paused():
+                source = CheckpointSource.open(path, step=step)
+                flat = flatten(state, rank=self._rank)
+                plan = plan_load(flat, source, self._rank)
+                if not flat.values and self._coordinator.world_size == 1:
+                    plan.take_everything(flat, source)
             holder.append((source, flat, plan))
             return pickle.dumps((plan.missing, plan.unused, plan.mismatches, plan.casts))
 
@@ -358,7 +359,9 @@ def _read(
     step: int | None,
 ) -> int:
     """Reads everything of a plan; new tensors and values are in ``loaded`` afterwards, under keys of the state."""
-    size = read_tensors(source, _tensor_reads(source, plan.tensors), threads=threads, verify=config.checksum, step=step)
+    with collector_paused():
+        reads = _tensor_reads(source, plan.tensors)
+    size = read_tensors(source, reads, threads=threads, verify=config.checksum, step=step)
     inner: dict[str, Any] = {}
     in_container = {child for children in plan.containers.values() for child in children}
     for key, name in plan.values:
@@ -384,9 +387,9 @@ def _tensor_reads(source: CheckpointSource, tensors: Sequence[tuple[str, Any]]) 
     reads: list[TensorRead] = []
     for name, tensor in tensors:
         entry = source.metadata.state_dict_metadata[name]
-        plain = isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor)
-        if plain and len(entry.chunks) == 1 and entry.chunks[0].sizes == tensor.shape:
-            chunk = entry.chunks[0]
+        chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else []
+        if not isinstance(tensor, (DTensor, ShardedTensor)) and len(chunks) == 1 and chunks[0].sizes == tensor.shape:
+            chunk = chunks[0]
             zeros = torch.Size([0] * len(chunk.sizes))
             reads.append(TensorRead(MetadataIndex(name, chunk.offsets, 0), zeros, chunk.sizes, tensor.detach(), name))
         else:

@@ -11,6 +11,7 @@ just close. Exit status 0 if they are, 1 if they are not or if no save could be 
 from __future__ import annotations
 
 import argparse
+import atexit
 import dataclasses
 import json
 import pathlib
@@ -58,6 +59,7 @@ class Trainer:
             )
         self._deadline = time.monotonic() + DEADLINE_SECONDS
         self._family: list[psutil.Process] = []
+        atexit.register(self.kill)  # an interrupted demo leaves no trainer behind
 
     def running(self) -> bool:
         if time.monotonic() > self._deadline:
@@ -75,17 +77,18 @@ class Trainer:
             self._family = []
 
     def kill(self) -> None:
-        """SIGKILL to every process of the training."""
-        for again in (False, True):
-            if again or not self._family:
-                self.look()
-            for process in self._family:
-                try:
-                    process.kill()
-                except psutil.NoSuchProcess:
-                    pass
-            psutil.wait_procs(self._family, timeout=60)
+        """SIGKILL to every process of the training. Nothing happens if it has ended."""
+        if self._process.poll() is not None:
+            return
+        if not self._family:
+            self.look()
+        for process in self._family:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
         self._process.wait(timeout=60)
+        psutil.wait_procs(self._family, timeout=60)
 
     def finish(self) -> None:
         while self.running():
@@ -167,6 +170,20 @@ def compare(reference: list[dict[str, Any]], other: list[dict[str, Any]], steps:
     return problems + [f"step {step} was never run" for step in missing]
 
 
+def excerpt(reference: list[dict[str, Any]], other: list[dict[str, Any]], around: int) -> str:
+    """The steps next to the one where training went on, as both runs logged them."""
+    expected = {record["step"]: record["loss"] for record in reference if "step" in record}
+    # The later run of a step that ran twice.
+    seen = {record["step"]: record["loss"] for record in other if "step" in record}
+    lines = [f"   {'step':>6}  {'left alone':>20}  {'killed and resumed':>20}"]
+    for step in range(around - 1, around + 4):
+        if step in expected:
+            mark = "equal" if seen.get(step) == expected[step] else "DIFFERENT"
+            origin = "  (after the restore)" if step == around + 1 else ""
+            lines.append(f"   {step:>6}  {expected[step]!r:>20}  {seen.get(step)!r:>20}  {mark}{origin}")
+    return "\n".join(lines)
+
+
 def draw(losses: list[float], width: int = 60) -> str:
     """One line of bars: the loss curve."""
     bars = "▁▂▃▄▅▆▇█"
@@ -245,11 +262,15 @@ def main() -> int:
     if resumed_at != committed[-1]:
         print(f"   resumed at step {resumed_at}, expected {committed[-1]}")
         return 1
+    if any(checkpoints.glob("iter_*.tmp-*")):
+        print("   the half-written save is still there")
+        return 1
+    print(excerpt(plain, interrupted, resumed_at))
     problems = compare(plain, interrupted, options.steps)
     compared = sum("step" in record for record in interrupted)
     for problem in problems[:10]:
         print(f"   {problem}")
-    print(f"   {compared} losses compared with the reference, {len(problems)} differ", flush=True)
+    print(f"   {compared} losses compared with the reference, {len(problems)} problems; the half save is gone")
 
     saves = [record for record in interrupted if "saved" in record]
     # The report of rank 0 counts the bytes of the whole checkpoint.

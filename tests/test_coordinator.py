@@ -1,31 +1,26 @@
 """Promises of the agreement between ranks: one verdict for all, bounded waits, errors that arrive whole, nothing left
 over.
 
-Most ranks here are processes over gloo. Where only the protocol matters they are threads over a store in memory.
+Ranks here are processes over gloo; test_coordinator_protocol.py has those that are threads.
 """
 
 from __future__ import annotations
 
 import errno
-import gc
 import os
-import random
 import signal
 import statistics
 import threading
 import time
-import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ckpt_engine import errors
 from ckpt_engine.commit import store_client
 from ckpt_engine.commit.coordinator import Coordinator, pack_error, unpack_error
-from ckpt_engine.commit.store_client import StoreClient
-from ckpt_engine.errors import CheckpointError, CommitTimeoutError, ConfigError, EngineClosedError, StorageError
+from ckpt_engine.errors import CheckpointError, ConfigError, EngineClosedError, StorageError
 from tests.ranks import Died, run_ranks
 
 pytestmark = pytest.mark.timeout(90)
@@ -406,231 +401,3 @@ def test_a_round_without_torch_distributed_is_cheap(capsys: pytest.CaptureFixtur
 def test_a_group_without_torch_distributed_is_refused() -> None:
     with pytest.raises(ConfigError, match="not initialised"):
         Coordinator.for_group(object(), timeout=5)  # type: ignore[arg-type]
-
-
-# -- the protocol, with threads as ranks -----------------------------------------------------------------------------
-
-
-def thread_ranks(world: int, timeout: float) -> tuple[Any, list[Coordinator]]:
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    return store, [Coordinator(StoreClient(store, world), rank, world, timeout=timeout) for rank in range(world)]
-
-
-def test_ranks_agree_even_where_deadlines_and_answers_cross() -> None:
-    """B035, B041: delays around the deadline; some rounds succeed, some fail, none is seen differently by two ranks."""
-    store, ranks = thread_ranks(3, timeout=0.15)
-    delays = random.Random(5)
-    outcomes: list[list[Any]] = []
-    for turn in range(25):
-        outcome: list[Any] = [None] * 3
-        pauses = [delays.choice((0.0, 0.1, 0.14, 0.15, 0.16, 0.3)) for _ in range(3)]
-
-        def work(rank: int, turn: int = turn, outcome: list[Any] = outcome, pauses: list[float] = pauses) -> None:
-            time.sleep(pauses[rank])
-            decide = ranks[rank].decide
-            outcome[rank] = told(lambda: decide(f"t/{turn}", b"%d" % rank, joined, phase="vote", step=turn))
-
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert outcome[0] == outcome[1] == outcome[2], f"delays {pauses}: {outcome}"
-        outcomes.append(outcome)
-    assert {outcome[0][0] for outcome in outcomes} == {b"0,1,2", "CommitTimeoutError"}
-    assert store.num_keys() == 0
-    for coordinator in ranks:
-        coordinator.close()
-
-
-def test_an_interrupted_wait_frees_the_coordinator() -> None:
-    store, (first, second) = thread_ranks(2, timeout=60)
-    begin = time.monotonic()
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGALRM, interrupt)
-    mask = signal.setitimer(signal.ITIMER_REAL, 0.2)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            first.decide("a", b"0", joined, phase="vote", step=1)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *mask)
-        signal.signal(signal.SIGALRM, previous)
-    with pytest.raises(CheckpointError, match="rank 0 failed in phase vote: KeyboardInterrupt"):
-        second.decide("a", b"1", joined, phase="vote", step=1)  # hears of it instead of waiting for a minute
-    other = threading.Thread(target=second.decide, args=("b", b"1", joined), kwargs={"phase": "vote", "step": 2})
-    other.start()
-    assert first.decide("b", b"0", joined, phase="vote", step=2, timeout=10) == b"0,1"
-    other.join()
-    assert time.monotonic() - begin < 20, "the wait that was interrupted went on"
-    first.close()
-    second.close()
-    assert store.num_keys() == 0
-
-
-def test_a_wait_can_be_cancelled() -> None:
-    _, (first, second) = thread_ranks(2, timeout=60)
-    begin = time.monotonic()
-    with pytest.raises(CheckpointError, match="cancelled") as caught:
-        first.collect("a", phase="vote", step=4, cancelled=lambda: time.monotonic() - begin > 0.2)
-    assert (caught.value.step, caught.value.phase) == (4, "vote") and time.monotonic() - begin < 5
-    with pytest.raises(CheckpointError, match="cancelled"):
-        second.receive("a", phase="vote", step=4, cancelled=lambda: True)
-    first.close()
-    second.close()
-
-
-def test_threads_end_with_the_coordinator() -> None:
-    def living() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == "ckpt-store" and thread not in before]
-
-    before = threading.enumerate()
-    _, ranks = thread_ranks(2, timeout=60)
-    ranks[0].close()
-    assert len(living()) <= 2
-    del ranks  # the other is forgotten without a close()
-    gc.collect()
-    deadline = time.monotonic() + 5
-    while living() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert living() == []
-
-
-# -- errors on their way ---------------------------------------------------------------------------------------------
-
-
-def raised(error: BaseException) -> BaseException:
-    try:
-        raise error
-    except BaseException as caught:
-        return caught
-
-
-ALL_FIELDS: dict[str, Any] = {
-    "step": 3,
-    "path": "/p",
-    "rank": 5,
-    "phase": "write",
-    "hint": "do",
-    "errno": 28,
-    "remote_traceback": "tb",
-}
-SAMPLES: list[CheckpointError] = [
-    *(
-        kind("broken", **ALL_FIELDS)
-        for kind in vars(errors).values()
-        if isinstance(kind, type) and issubclass(kind, CheckpointError)
-    ),
-    errors.StateError("s", key="model.w", step=1),
-    errors.KeyMismatchError("k", missing=("a", "b"), unexpected=("c",)),
-    errors.CommitTimeoutError("c", silent_ranks=(1, 2)),
-    errors.CorruptionError("c", file="f", tensor="t"),
-]
-
-
-@pytest.mark.parametrize("error", SAMPLES, ids=lambda error: f"{type(error).__name__}-{error.message}")
-def test_errors_of_the_package_arrive_with_type_and_fields(error: CheckpointError) -> None:
-    before = dict(error.__dict__)
-    arrived = unpack_error(pack_error(raised(error), rank=9, step=8, phase="plan", path="/q"))
-    assert type(arrived) is type(error) and error.__dict__ == before
-    fill = {"rank": 9, "step": 8, "phase": "plan", "path": "/q"}
-    expected = {name: fill.get(name) if value is None else value for name, value in before.items()}
-    text = arrived.__dict__.pop("remote_traceback")
-    assert text == "tb" if expected.pop("remote_traceback") else "in raised" in text
-    assert arrived.__dict__ == expected
-    again = unpack_error(pack_error(arrived, rank=1, step=1, phase="close"))
-    assert (again.rank, again.message, again.step) == (arrived.rank, arrived.message, arrived.step)
-
-
-class Unprintable(BaseException):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (ValueError("x1"), "rank 2 failed in phase write: ValueError: x1"),
-        (OSError(errno.EIO, "bad disk"), "rank 2 failed in phase write: OSError: [Errno 5] bad disk"),
-        (KeyboardInterrupt(), "rank 2 failed in phase write: KeyboardInterrupt"),
-        (SystemExit(3), "rank 2 failed in phase write: SystemExit: 3"),
-        (Unprintable(), "rank 2 failed in phase write: Unprintable: <its message can't be made>"),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_any_exception_becomes_one_that_names_rank_phase_and_type(error: BaseException, expected: str) -> None:
-    """B004: a BaseException, too."""
-    arrived = unpack_error(pack_error(raised(error), rank=2, step=4, phase="write", path="/p"))
-    assert type(arrived) is CheckpointError and arrived.message == expected
-    assert (arrived.rank, arrived.step, arrived.phase, arrived.path) == (2, 4, "write", "/p")
-    assert arrived.errno == (errno.EIO if isinstance(error, OSError) else None)
-    assert "in raised" in (arrived.remote_traceback or "") and "traceback of rank 2" in str(arrived)
-
-
-def test_errors_carry_no_frame_tensor_or_local_class() -> None:
-    class Local(StorageError):
-        pass
-
-    class Marker:
-        pass
-
-    def fail(marker: Marker) -> None:
-        tensor = torch.zeros(1 << 20)
-        error = Local("local", path="/p")
-        error.tensor = tensor  # type: ignore[attr-defined]
-        raise error from ValueError(tensor)
-
-    marker = Marker()
-    watched = weakref.ref(marker)
-    packed = b""
-    try:
-        fail(marker)
-    except Local as error:
-        packed = pack_error(error, rank=0, step=1, phase="write")
-    del marker
-    arrived = unpack_error(packed)
-    gc.collect()
-    assert watched() is None, "the frame that failed is still alive"
-    assert len(packed) < 100_000, f"{len(packed)} bytes"
-    assert type(arrived) is StorageError and arrived.path == "/p"
-    assert arrived.__traceback__ is None and arrived.__cause__ is None and arrived.__context__ is None
-
-
-def test_a_failed_judge_leaves_no_frame_alive() -> None:
-    class Marker:
-        pass
-
-    watched: list[weakref.ref[Marker]] = []
-
-    def judge(payloads: list[bytes]) -> bytes:
-        marker = Marker()
-        watched.append(weakref.ref(marker))
-        raise ValueError("late")
-
-    coordinator = Coordinator.for_group(None, timeout=5)
-    with pytest.raises(CheckpointError, match="late") as caught:
-        coordinator.decide("t", b"", judge, phase="commit", step=1)
-    assert watched[0]() is None, "the error keeps the locals of the judge"
-    assert "in judge" in (caught.value.remote_traceback or "")
-
-
-@pytest.mark.parametrize("packed", [b"", b"garbage", b"\x80\x04N.", b"cno_such_module\nX\n."])
-def test_an_unreadable_error_is_still_an_error(packed: bytes) -> None:
-    assert type(unpack_error(packed)) is CheckpointError
-
-
-def test_long_texts_are_cut() -> None:
-    arrived = unpack_error(pack_error(raised(ValueError("x" * 10_000_000)), rank=0, step=1, phase="write"))
-    assert len(str(arrived)) < 100_000
-
-
-def test_commit_timeouts_are_not_given_the_traceback_of_a_rank_that_waited() -> None:
-    _, (first, second) = thread_ranks(2, timeout=0.1)
-    with pytest.raises(CommitTimeoutError) as caught:
-        first.decide("t", b"", joined, phase="vote", step=1)
-    relayed = unpack_error(pack_error(caught.value, rank=0, step=1, phase="commit"))
-    assert "Traceback" not in str(relayed) and relayed.rank == 1
-    first.close()
-    second.close()

@@ -15,6 +15,7 @@ import pytest
 
 from ckpt_engine.commit.directory import CheckpointDirectory
 from ckpt_engine.commit.manifest import parse_part
+from ckpt_engine.commit.names import PROBE_PREFIX
 from ckpt_engine.storage import fs
 from tests.checkpoints import fill, save, write
 
@@ -424,3 +425,12 @@ def _die_after(count: int, can_exchange: bool) -> None:
     for name in ("rename", "unlink", "rmdir"):
         setattr(os, name, counted(getattr(os, name)))
     setattr(fs, "exchange", counted(fs.exchange) if can_exchange else lambda a, b: False)  # noqa: B010
+
+
+def test_half_written_trackers_of_a_killed_run_are_cleared(directory: CheckpointDirectory) -> None:
+    """A kill inside of an atomic replace, or of the probe at construction, leaves a small file with a name of ours."""
+    ours = [f"{fs.TEMP_PREFIX}0123456789abcdef", f"{PROBE_PREFIX}00ff"]
+    for name in [*ours, "latest_checkpointed_iteration.txt", ".hidden"]:
+        pathlib.Path(directory.path, name).write_bytes(b"1")
+    assert sorted(directory.clear_leftovers()) == sorted(os.path.join(directory.path, name) for name in ours)
+    assert {".hidden", "latest_checkpointed_iteration.txt"} <= set(os.listdir(directory.path))

@@ -267,6 +267,28 @@ class Coordinator:
 
         return self._call(work, timeout=timeout, phase=phase, step=step)
 
+    # -- notes, which nobody waits for ------------------------------------------------------------------------------
+
+    def note(self, tag: str, payload: bytes) -> None:
+        """Leaves a note. Every rank that synchronises with this one after the call returns finds it.
+
+        For failures, where a round would make every rank wait for an answer that is nearly always "none".
+        """
+
+        def work(call: Call) -> None:
+            self._client.write(tag, payload)
+            self._client.has(tag)  # a store may answer a set before the server has it; an answer to this comes after
+
+        self._call(work, timeout=None, phase="vote", step=None)
+
+    def noted(self, tag: str) -> bytes | None:
+        """The note of any rank, if there is one by now. Doesn't wait."""
+
+        def work(call: Call) -> bytes | None:
+            return self._client.read([tag])[0] if self._client.has(tag) else None
+
+        return self._call(work, timeout=None, phase="vote", step=None)
+
     # -- what is done at the store ----------------------------------------------------------------------------------
 
     def _gather(

@@ -30,6 +30,7 @@ from ckpt_engine.commit.lock import DirectoryLock
 from ckpt_engine.commit.manifest import COMMIT_NAME, CommitRecord
 from ckpt_engine.commit.names import (
     PART_DIRECTORY,
+    PROBE_PREFIX,
     absolute_directory,
     aside_name,
     parse_leftover,
@@ -75,12 +76,13 @@ class CheckpointDirectory:
             ConfigError: it is a file, or not writable.
             StorageError: the file system refused for another reason (full, broken).
         """
-        probe = os.path.join(self.path, f".ckpt_engine.probe-{uuid.uuid4().hex}")
+        probe = os.path.join(self.path, f"{PROBE_PREFIX}{uuid.uuid4().hex}")
         try:
             fs.make_directory(self.path)
             fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             os.close(fd)
-            os.unlink(probe)
+            with contextlib.suppress(FileNotFoundError):  # the writing engine clears up behind dead ones
+                os.unlink(probe)
         except (OSError, StorageError) as error:
             reason = os.strerror(error.errno) if error.errno is not None else str(error)
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE):

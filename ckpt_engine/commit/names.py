@@ -19,6 +19,9 @@ from ckpt_engine.errors import ConfigError
 #: Folder inside a checkpoint with the part manifests and the commit record.
 PART_DIRECTORY = "ckpt_engine"
 
+#: Start of the names of files that only test whether the directory can be written to.
+PROBE_PREFIX = ".ckpt_engine.probe-"
+
 _STEP = re.compile(r"iter_([0-9]{7,19})")
 _LEFTOVER = re.compile(r"(iter_[0-9]{7,19})\.(tmp|old|deleting)-[0-9A-Za-z_-]+")
 _SAVE_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")

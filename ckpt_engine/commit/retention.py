@@ -10,13 +10,14 @@ and those of a newer engine, stay.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import uuid
 
 from ckpt_engine.commit import listing
 from ckpt_engine.commit.manifest import COMMIT_NAME
-from ckpt_engine.commit.names import PART_DIRECTORY, Leftover, aside_name, parse_leftover, step_name
+from ckpt_engine.commit.names import PART_DIRECTORY, PROBE_PREFIX, Leftover, aside_name, parse_leftover, step_name
 from ckpt_engine.errors import CheckpointError
 from ckpt_engine.storage import fs
 
@@ -88,7 +89,7 @@ def clear_leftovers(root: str, *, exclusive: bool) -> list[str]:
             continue
         if listing.remove_quietly(path):
             removed.append(path)
-    return removed
+    return removed + [path for path in _temporary_files(root) if exclusive and _unlinked(path)]
 
 
 def _leftovers(root: str) -> list[tuple[str, Leftover]]:
@@ -103,6 +104,23 @@ def _leftovers(root: str) -> list[tuple[str, Leftover]]:
     except OSError as error:  # the save that is about to begin will say so, if it matters
         log.warning("left-overs can't be looked for in %s: %s", root, error)
     return [(path, leftover) for _, path, leftover in sorted(found, reverse=True)]
+
+
+def _temporary_files(root: str) -> list[str]:
+    """Half-written trackers and probes of a run that was killed in just that moment."""
+    prefixes = (fs.TEMP_PREFIX, PROBE_PREFIX)
+    with contextlib.suppress(OSError), os.scandir(root) as entries:
+        return [e.path for e in entries if e.name.startswith(prefixes) and e.is_file(follow_symlinks=False)]
+    return []
+
+
+def _unlinked(path: str) -> bool:
+    try:
+        os.unlink(path)
+    except OSError as error:
+        log.warning("the left-over %s can't be removed: %s", path, error)
+        return False
+    return True
 
 
 def _commit_time(path: str) -> int:
