@@ -74,6 +74,20 @@ class RssSampler:
         self.cpu_seconds = time.thread_time()
 
 
+def machine_cpu_seconds() -> float:
+    """CPU seconds of the whole machine since it started, kernel threads included, in steps of some milliseconds.
+
+    What it grows by beyond this process's own CPU time is what others took: the noise in a measurement. 0.0 where the
+    kernel doesn't tell.
+    """
+    try:
+        with open("/proc/stat", encoding="ascii") as file:
+            user, nice, system, _idle, _iowait, irq, softirq = (int(field) for field in file.readline().split()[1:8])
+    except (OSError, ValueError):
+        return 0.0
+    return float(user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
 def settle(pause: float) -> None:
     """Brings the process and the disk to rest: garbage freed and given back, everything written back, then a pause.
 

@@ -28,6 +28,7 @@ class Sample:
         stall, durable: seconds from the call until it returned, and until the bytes were on the device.
         cpu: CPU seconds of the whole process over the save.
         copy_cpu, copy_seconds: of one plain copy of the same bytes, taken in the same round.
+        other_cpu: CPU seconds that the rest of the machine used meanwhile, the kernel's own threads included.
         extra_rss: peak of resident memory above what it was before the save, in bytes.
         cached: bytes of the written files that were in the page cache afterwards.
         written: size of the files.
@@ -40,6 +41,7 @@ class Sample:
     cpu: float
     copy_cpu: float
     copy_seconds: float
+    other_cpu: float
     extra_rss: int
     cached: int
     written: int
@@ -75,6 +77,7 @@ class Row:
     cpu_per_gib: float
     copy_cpu_per_gib: float
     beyond_copy: float | None
+    others: float
     extra_rss: float
     cache_percent: float
     slowdown: float | None = None
@@ -135,6 +138,7 @@ class CaseResult:
             cpu_per_gib=median(lambda s: s.cpu / gib),
             copy_cpu_per_gib=median(lambda s: s.copy_cpu / gib),
             beyond_copy=median(lambda s: (s.cpu - s.copy_cpu) / gib) if stages else None,
+            others=median(lambda s: s.other_cpu / s.durable),
             extra_rss=median(lambda s: s.extra_rss),
             cache_percent=median(lambda s: 100 * s.cached / self.bytes),
             slowdown=statistics.median(s.slowdown for s in busy) if busy else None,
@@ -208,6 +212,7 @@ _COLUMNS: Sequence[tuple[str, str, Callable[[Row], str]]] = (
     ("CPU", "s/GiB", lambda r: f"{r.cpu_per_gib:.2f}"),
     ("one copy", "s/GiB", lambda r: f"{r.copy_cpu_per_gib:.2f}"),
     ("beyond", "s/GiB", lambda r: _or_dash(r.beyond_copy, ".2f")),
+    ("others", "cores", lambda r: f"{r.others:.1f}"),
     ("memory", "+MiB", lambda r: f"{r.extra_rss / MIB:.0f}"),
     ("cached", "%", lambda r: f"{r.cache_percent:.1f}"),
     ("slowdown", "x", lambda r: _or_dash(r.slowdown, ".2f")),
@@ -220,6 +225,7 @@ stall      seconds that the call kept the trainer                 CPU       of t
 durable    seconds until the bytes were on the device             one copy  CPU of one memcpy of the same bytes
 x raw      speed as a multiple of raw's in the same round         beyond    CPU minus one copy, for peers that stage
 memory     peak of resident memory above that before the save     cached    page cache left by the files, of the bytes
+others     cores that the rest of the machine kept busy meanwhile (its kernel threads too): the noise in the row
 slowdown   of a compute loop on the calling thread while the save goes on in the background; hiccup: its worst turn;
            durable busy: seconds until durable next to that loop (all other columns: nothing else going on)"""
 

@@ -192,12 +192,14 @@ def _rounds(state: State, peers: dict[str, Peer], result: CaseResult, arguments:
 
 def _save_quiet(peer: Peer, state: State, step: int, number: int, copy: measure.Cost) -> Sample:
     with measure.RssSampler() as memory:
+        machine = measure.machine_cpu_seconds()
         cpu, start = time.process_time(), time.perf_counter()
         pending = peer.save(state, step)
         returned = time.perf_counter()
         figures = pending.result()
         durable = time.perf_counter()
         used = time.process_time() - cpu
+        machine = measure.machine_cpu_seconds() - machine
     files = list(measure.files_under(peer.root))
     written = sum(os.path.getsize(path) for path in files)
     if written < state.bytes:
@@ -209,6 +211,7 @@ def _save_quiet(peer: Peer, state: State, step: int, number: int, copy: measure.
         cpu=max(0.0, used - memory.cpu_seconds),
         copy_cpu=copy.cpu_seconds,
         copy_seconds=copy.seconds,
+        other_cpu=max(0.0, machine - used),
         extra_rss=memory.extra,
         cached=sum(measure.cached_bytes(path) for path in files),
         written=written,

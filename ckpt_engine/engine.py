@@ -34,7 +34,13 @@ from ckpt_engine.commit.coordinator import Coordinator, pack_error, unpack_error
 from ckpt_engine.commit.directory import CheckpointDirectory
 from ckpt_engine.committing import MetadataComposer, commit
 from ckpt_engine.config import EngineConfig
-from ckpt_engine.errors import CheckpointError, CommitTimeoutError, EngineClosedError, MemoryBudgetError
+from ckpt_engine.errors import (
+    CheckpointError,
+    CommitTimeoutError,
+    EngineClosedError,
+    MemoryBudgetError,
+    NotCommittedError,
+)
 from ckpt_engine.layout.records import TemplateCache
 from ckpt_engine.planning import Planner
 from ckpt_engine.restore.verify import VerifyReport, verify_checkpoint
@@ -361,7 +367,13 @@ class CheckpointEngine:
         return max(self.steps(), default=None)
 
     def verify(self, step: int) -> VerifyReport:
-        """Reads every byte of a checkpoint and compares all checksums. Not collective."""
+        """Reads every byte of a checkpoint and compares all checksums. Not collective.
+
+        Raises:
+            NotCommittedError: there is no directory of that step.
+        """
+        if not os.path.isdir(self._directory.path_of(step)):
+            raise NotCommittedError(f"there is no checkpoint of step {step}", step=step, phase="verify")
         return dataclasses.replace(verify_checkpoint(self._directory.path_of(step)), step=step)
 
     # -- helpers ----------------------------------------------------------------------------------------------------

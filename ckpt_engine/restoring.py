@@ -151,7 +151,8 @@ class Restorer:
         size = [0]
 
         def load() -> bytes:
-            size[0] = _read(source, flat, plan, loaded, threads=self._threads, config=self._config, step=step)
+            with collector_paused():  # the trainer waits for this, and nothing that is made here is garbage
+                size[0] = _read(source, flat, plan, loaded, threads=self._threads, config=self._config, step=step)
             if self._rank != 0:
                 return pickle.dumps(None)
             data = source.train_state_bytes()
@@ -359,8 +360,7 @@ def _read(
     step: int | None,
 ) -> int:
     """Reads everything of a plan; new tensors and values are in ``loaded`` afterwards, under keys of the state."""
-    with collector_paused():
-        reads = _tensor_reads(source, plan.tensors)
+    reads = _tensor_reads(source, plan.tensors)
     size = read_tensors(source, reads, threads=threads, verify=config.checksum, step=step)
     inner: dict[str, Any] = {}
     in_container = {child for children in plan.containers.values() for child in children}

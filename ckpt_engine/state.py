@@ -238,8 +238,8 @@ def check_tensor(key: str, tensor: torch.Tensor) -> None:
 def collector_paused() -> Iterator[None]:
     """No cyclic garbage collection meanwhile, for foreground work that makes many objects of which none is garbage.
 
-    Each collection would visit all of them again: planning 20,000 tensors takes twice as long with it. For the caller's
-    thread only, and never while anything is waited for: in the background it would take the trainer's collector away.
+    Each collection would visit all of them again: planning 20,000 tensors takes twice as long with it. For calls that the
+    trainer waits for only: in the background it would take the trainer's own collector away.
     """
     running = gc.isenabled()
     gc.disable()

@@ -71,6 +71,7 @@ def stage(
         MemoryBudgetError: not a single extent can be had.
         BaseException: whatever a copy raised.
     """
+    _fence(files)
     pending: list[concurrent.futures.Future[None]] = []
     longest = max((-(-file.size // extent_bytes) for file in files), default=0)
     try:
@@ -82,7 +83,7 @@ def stage(
                     extent = pool.acquire(timeout=timeout, cancelled=cancelled)
                 except TimeoutError as error:
                     raise CommitTimeoutError(
-                        f"the storage gave no staging memory back for {timeout:g} s ({pool.stats().in_use} bytes are waiting to be written)",
+                        f"the storage gave no memory back for {timeout:g} s ({pool.stats().in_use} bytes wait to be written)",
                         step=step,
                         phase="stage",
                         hint="the file system may hang; raise commit_timeout if it is only slow",
@@ -94,6 +95,13 @@ def stage(
     finally:
         # No copy may be running when save() leaves, whatever the reason: the caller changes the tensors next.
         concurrent.futures.wait(pending)
+
+
+def _fence(files: Sequence[FileSource]) -> None:
+    """Waits for the work queued on devices that hold sources: copy threads have other current streams than the caller, and
+    would copy a parameter while its update is still on its way."""
+    for device in {tensor.device for file in files for tensor in file.sources.tensors if not tensor.is_cpu}:
+        torch.get_device_module(device).synchronize(device)
 
 
 def _fill(file: FileSource, number: int, extent: Extent, extent_bytes: int, pool: ExtentPool) -> None:

@@ -118,16 +118,16 @@ def layout_of(
 def _make(buckets: Buckets, templates: TemplateCache, *, rank: int, checksum: bool) -> Layout:
     images: list[FileImage] = []
     results: list[WriteResult] = []
-    item = 0
+    first = 0
     for name, count in zip(buckets.paths, buckets.counts, strict=True):
         image = FileImage(name)
-        for item in range(item, item + count):  # noqa: B020 - goes on where the bucket before ended
+        for item in range(first, first + count):
             spec = buckets.specs[item]
             template = templates.get(spec.shape, spec.dtype)
             image.add(item, template)
             place = _StorageInfo(name, image.starts[-1], template.length)
             results.append(WriteResult(buckets.indexes[item], template.length, place))
-        item = item + 1 if count else item
+        first += count
         images.append(image)
     static = describe_tensors(
         images,

@@ -58,6 +58,7 @@ class ThreadedWrite:
 
     def __init__(self, core: Core, buckets: Sequence[Any], directory: Any) -> None:
         self.directory = os.fspath(directory)
+        self.checksum = core.config.checksum
         self.settled = False  # every rank has heard what became of it
         self._pid = os.getpid()
         self._core = core
