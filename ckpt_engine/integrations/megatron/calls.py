@@ -67,14 +67,18 @@ def schedule(queue: Any, request: Any, original: Callable[..., int]) -> int:
         checked = [Checked(fn, write, last=number == len(functions)) for number, fn in enumerate(functions, 1)]
         # Without the arguments: they hold the trainer's tensors, on whatever device, until the request is finalised.
         request = request._replace(async_fn_args=(), preload_fn=None, finalize_fns=checked)
-    active = vars(module)["_ActiveAsyncRequest"](index, ThreadCaller(write), request._replace(is_frozen=True, call_idx=index))
+    active = vars(module)["_ActiveAsyncRequest"](
+        index, ThreadCaller(write), request._replace(is_frozen=True, call_idx=index)
+    )
     queue.async_calls.append(active)
     return index
 
 
 def close(queue: Any, abort: bool) -> None:
-    """Before stock's ``close``: an aborted queue drops our saves, so that none shows up in a later one (B017)."""
+    """Before stock's ``close``: finalises our saves; an aborted queue drops them, so that none shows up later (B017)."""
     if not abort:
+        if any(isinstance(call.async_caller, ThreadCaller) for call in queue.async_calls):
+            queue.maybe_finalize_async_calls(blocking=True)  # NVRx's close doesn't, if it has started no worker
         return
     for call in [call for call in queue.async_calls if isinstance(call.async_caller, ThreadCaller)]:
         call.async_caller.close(abort=True)

@@ -14,6 +14,7 @@ finds the note. The sequence of collectives stays stock's.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -21,7 +22,7 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
@@ -67,7 +68,9 @@ def finish(write: ThreadedWrite, results: Sequence[Any], original: Callable[[], 
             )
         for rank, part in enumerate(parts):
             if part.name[:3] != write.name[:3] or part.part.rank != rank:
-                raise CheckpointError(f"rank {rank} saved {part.name}, rank 0 saved {write.name}: the ranks are out of step")
+                raise CheckpointError(
+                    f"rank {rank} saved {part.name}, rank 0 saved {write.name}: the ranks are out of step"
+                )
     except BaseException as error:
         _keep_back(write, error)
         _forget(os.path.join(write.directory, ".metadata"))
@@ -184,21 +187,17 @@ class Checked:
         return result
 
 
-class heard:  # noqa: N801 - reads like a statement
+@contextlib.contextmanager
+def heard(write: ThreadedWrite) -> Iterator[None]:
     """Names the failed rank where Megatron tells that to its coordinator only (B004)."""
-
-    def __init__(self, write: ThreadedWrite) -> None:
-        self._write = write
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, CheckpointException):
-            settle(self._write)
-            failure = None if error.failures else _failure(self._write)
-            if failure is not None:
-                raise failure from None
+    try:
+        yield
+    except CheckpointException as error:
+        settle(write)
+        failure = None if error.failures else _failure(write)
+        if failure is None:
+            raise
+        raise failure from None
 
 
 def _failure(write: ThreadedWrite) -> CheckpointException | None:

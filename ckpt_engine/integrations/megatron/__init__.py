@@ -1,0 +1,83 @@
+"""Megatron saves on threads of the trainer: ``install()`` changes megatron-core (and NVRx's queue) in place.
+
+>>> import ckpt_engine.megatron as m
+>>> m.install()                                                                       # doctest: +SKIP
+
+From then on every ``dist_checkpointing.save`` of this process, synchronous or asynchronous, through whatever framework and
+queue, goes through the engine: staged into a pool of bounded size on the caller's thread, written with O_DIRECT and
+checksums by threads, reported and finalised on Megatron's own sequence of collectives. Stock loaders read the result; on top
+of stock's files it has part manifests and a commit record, written last (:mod:`.verdict`).
+
+Not here: object storage (``use_msc``), local checkpoints and formats other than ``torch_dist``, which go stock's way.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+
+from ckpt_engine.config import EngineConfig
+from ckpt_engine.errors import ConfigError
+from ckpt_engine.integrations.megatron import seams, session
+from ckpt_engine.integrations.megatron.seams import SelfCheck
+from ckpt_engine.integrations.megatron.write import unfinished
+
+__all__ = ["SelfCheck", "install", "self_check", "uninstall"]
+
+log = logging.getLogger("ckpt_engine")
+
+
+def self_check() -> tuple[SelfCheck, ...]:
+    """What of megatron-core and nvidia-resiliency-ext is there, and whether it is as needed. Changes nothing."""
+    return tuple(seams.look(target) for target in seams.TARGETS if target not in seams.applied())
+
+
+def install(config: EngineConfig | None = None) -> tuple[SelfCheck, ...]:
+    """Makes all Megatron saves of this process go through the engine. Call it on every rank, with the same settings.
+
+    Idempotent; may run before or after frameworks import Megatron. A second call takes over a new ``config`` and packages that
+    have become importable since.
+
+    Args:
+        config: settings; ``keep_last``, ``keep_every``, ``max_in_flight`` and ``on_error`` are the framework's business here.
+
+    Returns:
+        What was found of each package.
+
+    Raises:
+        ConfigError: megatron-core isn't there, or not as this engine needs it. Nothing was changed then.
+    """
+    checks = self_check()
+    for check in checks:
+        log.info("%s", check)
+    broken = [check for check in checks if check.missing]
+    if broken:
+        raise ConfigError(
+            "this Megatron can't be changed, its own savers stay in use:\n" + "\n".join(map(str, broken)),
+            phase="config",
+            hint="use a version that the README lists, or report what is missing",
+        )
+    if not seams.applied() and not any(check.present for check in checks):
+        raise ConfigError(
+            "there is no Megatron to install into: " + "; ".join(map(str, checks)),
+            phase="config",
+            hint="pip install megatron-core",
+        )
+    if config is not None or not seams.applied():
+        session.configure(config if config is not None else EngineConfig())
+    for check in checks:
+        if check.present:
+            seams.apply(check.target)
+    return checks
+
+
+def uninstall() -> None:
+    """Takes all changes back. Saves on their way end as they began. Idempotent."""
+    seams.restore()
+    session.reset()
+
+
+@atexit.register
+def _say_what_is_lost() -> None:
+    for write in list(unfinished):
+        log.error("%r was never finalised: the checkpoint is not complete", write)
