@@ -208,16 +208,18 @@ class DcpAsyncPeer(Peer):
 
 
 class EnginePeer(Peer):
-    """``CheckpointEngine`` with everything at its default but the staging budget."""
+    """``CheckpointEngine`` with everything at its default but the staging budget and, if given, the number of writers."""
 
     name = "engine"
     background = True
 
-    def __init__(self, root: str, budget: int | None) -> None:
+    def __init__(self, root: str, budget: int | None, writers: int | None) -> None:
         super().__init__(root)
         from ckpt_engine import CheckpointEngine, EngineConfig
 
         config = EngineConfig(staging_budget="auto" if budget is None else budget)
+        if writers is not None:
+            config = dataclasses.replace(config, writers=writers)
         self._engine = CheckpointEngine(root, config=config)
 
     def save(self, state: State, step: int) -> Pending:
@@ -237,10 +239,16 @@ class EnginePeer(Peer):
 PEERS = ("raw", "torch", "dcp", "dcp_async", "engine")
 
 
-def make_peer(name: str, root: str, budget: int | None) -> Peer:
-    """Makes the peer called ``name``. ``budget``: the engine's staging budget in bytes, ``None`` for its own choice."""
+def make_peer(name: str, root: str, budget: int | None, writers: int | None = None) -> Peer:
+    """Makes the peer called ``name``.
+
+    Args:
+        name: one of ``PEERS``.
+        root: directory to make, for this peer alone.
+        budget, writers: the engine's staging budget in bytes and its number of writers, ``None`` for its own choice.
+    """
     if name == "engine":
-        return EnginePeer(root, budget)
+        return EnginePeer(root, budget, writers)
     for kind in (RawPeer, TorchPeer, DcpPeer, DcpAsyncPeer):
         if kind.name == name:
             return kind(root)

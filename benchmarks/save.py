@@ -50,6 +50,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--budget", default="full", help='staging budget of the engine: "full" (the state fits), "auto", or MiB'
     )
+    parser.add_argument("--writers", type=int, help="writer threads of the engine; default: its own default")
     parser.add_argument(
         "--dir", default=os.path.join("build", "benchmarks"), help="where to write: the disk to measure"
     )
@@ -151,7 +152,7 @@ def _run_case(state: State, arguments: argparse.Namespace) -> CaseResult:
     try:
         for name in arguments.peer:
             try:
-                peers[name] = make_peer(name, os.path.join(directory, name), result.budget)
+                peers[name] = make_peer(name, os.path.join(directory, name), result.budget, arguments.writers)
             except Exception as error:  # the others' figures are still worth having
                 result.failures[name] = f"{type(error).__name__}: {error}"
         result.background = frozenset(name for name, peer in peers.items() if peer.background)

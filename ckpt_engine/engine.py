@@ -38,7 +38,6 @@ from ckpt_engine.errors import (
     CheckpointError,
     CommitTimeoutError,
     EngineClosedError,
-    MemoryBudgetError,
     NotCommittedError,
 )
 from ckpt_engine.layout.records import TemplateCache
@@ -47,11 +46,10 @@ from ckpt_engine.restore.verify import VerifyReport, verify_checkpoint
 from ckpt_engine.restoring import Restorer
 from ckpt_engine.results import CheckpointInfo, Restored, SaveHandle, SaveStats
 from ckpt_engine.saving import RankLayout, SaveJob, Vote
-from ckpt_engine.staging.guard import decide_budget, local_rank_count
-from ckpt_engine.staging.pool import ExtentPool, choose_geometry
 from ckpt_engine.storage.fs import free_bytes, remove_tree
 from ckpt_engine.train_state import TrainState
 from ckpt_engine.version import __version__
+from ckpt_engine.workers import Workers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -89,19 +87,14 @@ class CheckpointEngine:
         self._coordinator = Coordinator.for_group(process_group, timeout=self.config.commit_timeout)
         self.rank, self.world_size = self._coordinator.rank, self._coordinator.world_size
         self._open_together()
-        budget = decide_budget(self.config.staging_budget, local_ranks=local_rank_count(os.environ))
-        log.info("%s", budget.explain())
-        self._geometry = choose_geometry(budget.granted, self.config.extent_bytes, self.config.writers)
-        self._pool = ExtentPool(self._geometry.extent_bytes, budget.granted, populate=self.config.populate)
-        copiers = self.config.copy_threads or min(4, os.cpu_count() or 1)
-        self._copiers = concurrent.futures.ThreadPoolExecutor(copiers, "ckpt-copy")
-        self._writers = concurrent.futures.ThreadPoolExecutor(self._geometry.writers, "ckpt-write")
+        self._workers = Workers(self.config)
+        self._geometry, self._pool = self._workers.geometry, self._workers.pool
         self._committer = concurrent.futures.ThreadPoolExecutor(1, "ckpt-commit")
         self._background = self._coordinator.for_thread()
         self._agreement = SaveAgreement(
             self._coordinator, self._directory, Planner(self.rank, self.config.verify_replicas)
         )
-        self._restorer = Restorer(self._coordinator, self._directory, self.config, threads=copiers)
+        self._restorer = Restorer(self._coordinator, self._directory, self.config, threads=self._workers.copy_threads)
         self._templates = TemplateCache()
         self._layout: RankLayout | None = None
         self._composer = MetadataComposer()
@@ -151,7 +144,7 @@ class CheckpointEngine:
             self._check_open()
             started = time.perf_counter()
             self._await_room()
-            self._fit_memory()
+            self._workers.fit()
             self._seq += 1
             agreed = self._agreement.agree(
                 self._seq, state, step, train_state, in_flight=self._steps_in_flight(), unheard=self._unheard()
@@ -180,12 +173,11 @@ class CheckpointEngine:
             warn_if_short(free_bytes(job.directory), job.size, step, job.directory)
             # Submitted before staging: when the interpreter exits in the middle of it, these still run to their end.
             self._in_flight.append((self._seq, handle))
-            for _ in range(self._geometry.writers):
-                self._writers.submit(job.queue.pump)
+            self._workers.write(job.queue)
             self._committer.submit(self._finish, job)
             planned = time.perf_counter()
             try:
-                job.stage(agreed.tensors, self._copiers)
+                job.stage(agreed.tensors, self._workers.copiers)
             except BaseException as error:
                 job.queue.fail(error)  # the handle tells it, on every rank
                 if not isinstance(error, Exception):
@@ -313,9 +305,8 @@ class CheckpointEngine:
             self._drain(timeout)
             self._closed = True
             _open_engines.discard(self)
-            for executor in (self._copiers, self._writers, self._committer):
-                executor.shutdown(wait=True)
-            self._pool.close()
+            self._committer.shutdown(wait=True)
+            self._workers.close()
             self._directory.unlock()
             self._background.close()
             self._coordinator.close()
@@ -403,20 +394,6 @@ class CheckpointEngine:
             >= self.config.max_in_flight
         ):
             waiting[0]._wait(None)
-
-    def _fit_memory(self) -> None:
-        """Looks at the limits again: another process may have grown since, or gone."""
-        try:
-            decision = decide_budget(
-                self.config.staging_budget,
-                local_ranks=local_rank_count(os.environ),
-                already_held=self._pool.stats().mapped,
-            )
-            granted = decision.granted
-        except MemoryBudgetError as error:
-            log.warning("saving with the smallest staging budget: %s", error)
-            granted = 0
-        self._pool.resize(max(granted, 2 * self._geometry.extent_bytes))
 
     def _drain(self, timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout

@@ -170,7 +170,7 @@ class _HalfPeer(Peer):
 def test_a_peer_that_writes_too_little_is_reported_and_the_others_go_on(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def make(name: str, root: str, budget: int | None) -> Peer:
+    def make(name: str, root: str, budget: int | None, writers: int | None) -> Peer:
         return RawPeer(root) if name == "raw" else _HalfPeer(root)
 
     monkeypatch.setattr(save, "make_peer", make)

@@ -1,7 +1,7 @@
 """Where Megatron is changed: the table of seams, the look whether they are all there, and the way back.
 
-Classes are changed in place, since frameworks hold the classes, or instances of them, by the time this runs. A seam is found by
-its name and its parameters, never by a version number. If one that is needed is missing, nothing at all is changed.
+Classes are changed in place, since frameworks hold the classes, or instances of them, by the time this runs; functions are
+also replaced where a loaded module has imported them by name. A seam is found by its name and its parameters, never by a version number. If one that is needed is missing, nothing at all is changed.
 
 =====================================================  ==============================================================
 ``FileSystemWriterAsync.get_save_function_and_args``   our callable instead of stock's write function
@@ -13,6 +13,7 @@ its name and its parameters, never by a version number. If one that is needed is
 ``AsyncRequest.execute_sync``                          raises on every rank what rank 0 kept back
 ``serialization.save_config``, ``save``                the commit record after ``metadata.json``
 ``TorchDistSaveShardedStrategy.async_save``            "nvrx", the default, means this engine
+``get_async_strategy``                                 "nvrx" is no error where NVRx isn't installed
 =====================================================  ==============================================================
 """
 
@@ -25,6 +26,7 @@ import importlib.util
 import inspect
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -241,6 +243,17 @@ def _async_save(original: Any) -> Any:
     return async_save
 
 
+def _strategy(original: Any) -> Any:
+    @functools.wraps(original)
+    def get_async_strategy(async_strategy: str = "nvrx", *args: Any, **kwargs: Any) -> Any:
+        # The default that needs a package which may not be there: for a queue of ours, mcore's is as good.
+        if async_strategy == "nvrx" and not _importable("nvidia_resiliency_ext"):
+            async_strategy = "mcore"
+        return original(async_strategy, *args, **kwargs)
+
+    return get_async_strategy
+
+
 # -- tables --------------------------------------------------------------------------------------------------------------
 
 
@@ -272,8 +285,8 @@ MCORE: tuple[Seam, ...] = (
     *_queue_seams(f"{_MCORE}.strategies.async_utils"),
     Seam(f"{_MCORE}.serialization", "", ("save_config",), ("config", "checkpoint_dir"), _save_config),
     Seam(f"{_MCORE}.serialization", "", ("save",), ("sharded_state_dict", "checkpoint_dir"), _save),
-    Seam(_MCORE, "", ("save",), ("sharded_state_dict", "checkpoint_dir"), _save, needed=False),
     Seam(f"{_MCORE}.strategies.torch", "TorchDistSaveShardedStrategy", ("async_save",), ("self",), _async_save),
+    Seam(f"{_MCORE}.strategies.torch", "", ("get_async_strategy",), ("async_strategy",), _strategy, needed=False),
 )
 
 NVRX: tuple[Seam, ...] = _queue_seams(f"{_NVRX}.core")
@@ -362,8 +375,22 @@ def apply(target: str) -> None:
             continue
         owner, name = place
         original = inspect.getattr_static(owner, name)
+        replacement = seam.wrap(getattr(owner, name))
         made.append(_Change(owner, name, original, name not in vars(owner)))
-        setattr(owner, name, seam.wrap(getattr(owner, name)))
+        setattr(owner, name, replacement)
+        if not seam.owner:
+            made += _rebind(name, original, replacement)
+
+
+def _rebind(name: str, original: Any, replacement: Any) -> list[_Change]:
+    """A function that other modules have imported by name is replaced there, too."""
+    made = []
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})  # not getattr(module, name): lazy modules import half the world on that
+        if names.get(name) is original:
+            made.append(_Change(module, name, original, inherited=False))
+            setattr(module, name, replacement)
+    return made
 
 
 def restore() -> None:

@@ -169,6 +169,9 @@ def settle(write: ThreadedWrite) -> None:
     """The caller knows what became of this save."""
     write.settled = True
     unfinished.discard(write)
+    with _lock:  # a caller that writes no metadata.json commits nothing: to us its checkpoint stays unverified
+        if write.directory in _gathered and _gathered[write.directory].write is write:
+            del _gathered[write.directory]
 
 
 class Checked:

@@ -1,0 +1,585 @@
+"""What two gloo ranks do with one version of megatron-core and the engine installed; each act returns what a test looks at.
+
+All acts of a version run in one pair of processes, one after the other, because starting them costs more than most acts. In
+these processes no process can be started: every way to do so is patched to raise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing.process
+import os
+import signal
+import subprocess
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+MIB = 1 << 20
+
+#: Room for staging: less than :func:`act_larger_than_the_budget` saves.
+BUDGET = 8 * MIB
+
+
+def play(rank: int, world: int, folder: str, root: str) -> dict[str, Any]:
+    """Runs all acts; for each of them its result, or the text of what it raised."""
+    import sys
+
+    import ckpt_engine
+    from tests import megatron_shims
+
+    found: dict[str, Any] = {"imported_with_ckpt_engine": [name for name in sys.modules if name.startswith("megatron")]}
+    megatron_shims.use(folder)
+    forks: list[str] = []
+    os.register_at_fork(before=lambda: forks.append("fork"))
+    _forbid_processes()
+    import ckpt_engine.megatron as adapter
+
+    found["refused"] = _outcome(lambda: act_missing_seam(adapter))
+    before = _surface()
+    for _ in range(2):
+        found["checks"] = [str(check) for check in adapter.install(ckpt_engine.EngineConfig(**CONFIG))]
+    for name, act in ACTS.items():
+        directory = os.path.join(root, name)
+        if rank == 0:
+            os.mkdir(directory)
+        dist.barrier()
+        found[name] = _outcome(lambda act=act, directory=directory: act(rank, directory))  # type: ignore[misc]
+        dist.barrier()
+    adapter.uninstall()
+    adapter.uninstall()
+    found["restored"] = _surface() == before
+    found["forks"] = forks
+    return found
+
+
+CONFIG: dict[str, Any] = {"staging_budget": BUDGET, "commit_timeout": 20.0, "extent_bytes": MIB, "retries": 0}
+
+
+def _outcome(act: Callable[[], Any]) -> Any:
+    try:
+        return act()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+
+
+def _forbid_processes() -> None:
+    """B040, B058: as on a machine or in an actor where no process can be started."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(12, "Cannot allocate memory: the test forbids processes")
+
+    os.fork = os.forkpty = os.posix_spawn = refuse  # type: ignore[assignment]
+    subprocess.Popen.__init__ = refuse  # type: ignore[method-assign]
+    multiprocessing.process.BaseProcess.start = refuse  # type: ignore[method-assign]
+
+
+def _surface() -> dict[str, Any]:
+    """Everything that install() may change, as it is now."""
+    from ckpt_engine.integrations.megatron import seams
+
+    return {
+        f"{place[0]}.{place[1]}": vars(place[0]).get(place[1])
+        for seam in seams.MCORE
+        if not isinstance(place := seam.find(), str)
+    }
+
+
+# -- states --------------------------------------------------------------------------------------------------------------
+
+
+def state(scale: float = 1.0, *, blank: bool = False) -> dict[str, Any]:
+    """Tensors of many kinds, sharded over the ranks or held by one; objects; and plain values for the common state."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found: dict[str, Any] = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8):
+        local = (torch.arange(40).reshape(8, 5) * scale + rank).to(dtype)
+        found[f"{dtype}"] = ShardedTensor.from_rank_offsets(f"{dtype}", _blank(local, blank), (0, rank, world))
+    columns = (torch.arange(60, dtype=torch.float32).reshape(10, 6) * scale + rank).t()  # strided
+    found["columns"] = ShardedTensor.from_rank_offsets("columns", _blank(columns, blank), (1, rank, world))
+    replica = torch.arange(3000, dtype=torch.float32) * scale
+    found["replica"] = ShardedTensor.from_rank_offsets("replica", _blank(replica, blank), replica_id=rank)
+    one = {"rank": rank, "scale": scale}
+    found["object"] = ShardedObject("object", None if blank else one, (world,), (rank,))
+    if not blank:
+        found["iteration"] = int(scale)
+    return found
+
+
+def _blank(tensor: torch.Tensor, blank: bool) -> torch.Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype) if blank else tensor
+
+
+def big_state(count: int = 24) -> dict[str, Any]:
+    """MiBs of float32, three times what may be staged."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    fill = torch.arange(MIB // 4, dtype=torch.float32)
+    return {
+        f"w{n}": ShardedTensor.from_rank_offsets(f"w{n}", fill * (n + 1) + rank, (0, rank, world)) for n in range(count)
+    }
+
+
+def data_of(sharded: dict[str, Any]) -> dict[str, Any]:
+    """Copies of what is in it."""
+    return {
+        key: value.data.clone()
+        if isinstance(getattr(value, "data", None), torch.Tensor)
+        else getattr(value, "data", value)
+        for key, value in sharded.items()
+    }
+
+
+def problems(directory: str, wanted: dict[str, Any], blank: dict[str, Any] | None = None) -> list[str]:
+    """What is wrong with a checkpoint: as stock's loader reads it, and as our verification finds it."""
+    from megatron.core import dist_checkpointing
+
+    from ckpt_engine.restore.verify import verify_checkpoint
+
+    found = []
+    loaded = dist_checkpointing.load(blank if blank is not None else state(blank=True), directory)
+    for key, value in wanted.items():
+        if isinstance(value, torch.Tensor):
+            if loaded[key].dtype != value.dtype or not torch.equal(loaded[key], value):
+                found.append(f"{key} differs")
+        elif loaded[key] != value:
+            found.append(f"{key} is {loaded[key]!r}, expected {value!r}")
+    report = verify_checkpoint(directory)
+    return found + list(report.problems) + ([] if report.ok else ["verification failed"])
+
+
+def save(sharded: dict[str, Any], directory: str, *, asynchronous: bool = False, **options: Any) -> Any:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    os.makedirs(directory, exist_ok=True)
+    strategy = options.pop("strategy", None) or TorchDistSaveShardedStrategy("torch_dist", 1, **options)
+    return dist_checkpointing.save(sharded, directory, strategy, async_sharded_save=asynchronous)
+
+
+def queue(**options: Any) -> Any:
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    return AsyncCallsQueue(**options)
+
+
+def published(directory: str) -> list[str]:
+    """Which of the files are there that say "complete", and which temporary ones."""
+    names = [name for _, _, files in os.walk(directory) for name in files]
+    return sorted(n for n in names if n in (".metadata", "metadata.json", "commit.json") or ".tmp" in n)
+
+
+@contextlib.contextmanager
+def writes(before: Callable[[], None]) -> Iterator[None]:
+    """Calls ``before`` in front of each ``pwrite`` of this process."""
+    real = os.pwrite
+
+    def pwrite(fd: int, data: Any, offset: int) -> int:
+        before()
+        return real(fd, data, offset)
+
+    os.pwrite = pwrite
+    try:
+        yield
+    finally:
+        os.pwrite = real
+
+
+def _error_of(call: Callable[[], Any]) -> str:
+    """What stock's exception says, with how long it took."""
+    start = time.monotonic()
+    try:
+        call()
+    except BaseException as error:
+        return f"{type(error).__name__} {error}" if time.monotonic() - start < 15 else "raised too late"
+    return "no error"
+
+
+# -- acts ----------------------------------------------------------------------------------------------------------------
+
+
+def act_missing_seam(adapter: Any) -> dict[str, Any]:
+    """An install that finds something missing."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync as Writer
+
+    before, original = _surface(), Writer.retrieve_write_results
+    del Writer.retrieve_write_results
+    try:
+        error = _error_of(adapter.install)
+    finally:
+        Writer.retrieve_write_results = original
+    return {"error": error, "unchanged": _surface() == before}
+
+
+def act_sync(rank: int, directory: str) -> Any:
+    sharded = state(2.0)
+    wanted = data_of(sharded)
+    save(sharded, directory, thread_count=2)
+    return {"problems": problems(directory, wanted), "files": sorted(os.listdir(directory))}
+
+
+def act_separated(rank: int, directory: str) -> Any:
+    sharded = state(3.0)
+    wanted = data_of(sharded)
+    save(sharded, directory, thread_count=4, separation_hint="torch")
+    return {"problems": problems(directory, wanted), "files": sorted(os.listdir(directory))}
+
+
+def act_fully_parallel(rank: int, directory: str) -> Any:
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    inner = TorchDistSaveShardedStrategy("torch_dist", 1)
+    sharded = state(4.0)
+    wanted = data_of(sharded)
+    save(sharded, directory, strategy=FullyParallelSaveStrategyWrapper(inner, dist.group.WORLD, True))
+    return problems(directory, wanted)
+
+
+def _change_everything(sharded: dict[str, Any]) -> None:
+    for value in sharded.values():
+        if isinstance(getattr(value, "data", None), torch.Tensor):
+            value.data.zero_()
+
+
+def _async_act(directory: str, calls: Any) -> Any:
+    """Three saves in a row, each changed right after it was scheduled."""
+    found = []
+    for number in (1, 2, 3):
+        path = os.path.join(directory, f"iter_{number:07d}")
+        sharded = state(float(number + 1))
+        wanted = data_of(sharded)
+        calls.schedule_async_request(save(sharded, path, asynchronous=True))
+        _change_everything(sharded)
+        found.append(calls.maybe_finalize_async_calls(blocking=True))
+        found += problems(path, wanted)
+    calls.close()
+    return found
+
+
+def act_temporal(rank: int, directory: str) -> Any:
+    return _async_act(directory, queue())
+
+
+def act_persistent(rank: int, directory: str) -> Any:
+    calls = queue(persistent=True)
+    warmup = getattr(type(calls), "warmup_persistent_caller", None)
+    if warmup is not None:
+        warmup(rank)
+    return _async_act(directory, calls)
+
+
+def act_larger_than_the_budget(rank: int, directory: str) -> Any:
+    from ckpt_engine.integrations.megatron.session import core
+
+    sharded = big_state()
+    wanted = data_of(sharded)
+    calls = queue()
+    calls.schedule_async_request(save(sharded, directory, asynchronous=True))
+    _change_everything(sharded)
+    calls.maybe_finalize_async_calls(blocking=True)
+    stats = core().workers.pool.stats()
+    blank = {key: value for key, value in big_state().items() if value.data.zero_() is not None}
+    return {"problems": problems(directory, wanted, blank), "peak": stats.peak_in_use, "mapped": stats.mapped}
+
+
+def act_two_in_flight(rank: int, directory: str) -> Any:
+    calls, found = queue(), []
+    first, second = os.path.join(directory, "first"), os.path.join(directory, "second")
+    states = {first: big_state(12), second: state(5.0)}
+    wanted = {path: data_of(sharded) for path, sharded in states.items()}
+    for path, sharded in states.items():
+        calls.schedule_async_request(save(sharded, path, asynchronous=True))
+    indexes = calls.maybe_finalize_async_calls(blocking=True)
+    found += problems(first, wanted[first], big_state(12)) + problems(second, wanted[second])
+    return {"indexes": indexes, "problems": found}
+
+
+def act_failing_write(rank: int, directory: str) -> Any:
+    """B004: the write of rank 1 raises something that is no OSError; then all is well again."""
+
+    def broken() -> None:
+        raise ValueError("x1")
+
+    found: dict[str, Any] = {}
+    for name in ("sync", "async"):
+        path = os.path.join(directory, name)
+        calls = queue()
+        with writes(broken) if rank == 1 else contextlib.nullcontext():
+            if name == "sync":
+                found[name] = _error_of(lambda path=path: save(state(), path))  # type: ignore[misc]
+            else:
+                calls.schedule_async_request(save(state(), path, asynchronous=True))
+                found[name] = _error_of(lambda calls=calls: calls.maybe_finalize_async_calls(blocking=True))  # type: ignore[misc]
+        dist.barrier()
+        found[f"{name} published"] = published(path)
+        sharded = state(6.0)
+        wanted = data_of(sharded)
+        save(sharded, path)
+        found[f"{name} again"] = problems(path, wanted)
+    return found
+
+
+def act_failing_copy(rank: int, directory: str) -> Any:
+    """B049: the first copy on rank 0 raises in a thread of the engine."""
+    from ckpt_engine.staging import stager
+
+    real = stager.copy_part
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("copy1")
+
+    calls = queue(persistent=True)
+    if rank == 0:
+        stager.copy_part = broken  # type: ignore[assignment]
+    try:
+        request = save(state(), directory, asynchronous=True)
+        calls.schedule_async_request(request)
+        error = _error_of(lambda: calls.maybe_finalize_async_calls(blocking=True))
+    finally:
+        stager.copy_part = real
+    dist.barrier()
+    return {"error": error, "published": published(directory)}
+
+
+def act_failing_finish(rank: int, directory: str) -> Any:
+    """Rank 0 can't write .metadata; then metadata.json; then the commit record. Stock leaves the others in a collective."""
+    from megatron.core.dist_checkpointing import serialization
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    from ckpt_engine.integrations.megatron import verdict
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    found = {}
+    places = ((FileSystemWriter, "finish"), (verdict, "write_atomic"))
+    for owner, name in places:
+        for mode in ("sync", "async"):
+            path = os.path.join(directory, f"{name}-{mode}")
+            real = getattr(owner, name)
+            if rank == 0:
+                setattr(owner, name, broken)
+            calls = queue()
+            try:
+                if mode == "sync":
+                    found[path] = _error_of(lambda path=path: save(state(), path))  # type: ignore[misc]
+                else:
+                    calls.schedule_async_request(save(state(), path, asynchronous=True))
+                    found[path] = _error_of(lambda calls=calls: calls.maybe_finalize_async_calls(blocking=True))  # type: ignore[misc]
+            finally:
+                setattr(owner, name, real)
+            dist.barrier()
+            if "commit.json" in published(path):
+                found[path] += " but committed"
+    sharded = state(2.0)
+    wanted = data_of(sharded)
+    serialization.save(sharded, directory)
+    found["again"] = problems(directory, wanted) or "fine"
+    return found
+
+
+def act_staged_by_the_caller(rank: int, directory: str) -> Any:
+    """As SkyRL stages a request before it schedules it, and as AReaL looks into one and clears it."""
+    found: list[Any] = []
+    for name in ("skyrl", "areal"):
+        path, calls = os.path.join(directory, name), queue()
+        sharded = state(7.0)
+        wanted = data_of(sharded)
+        request = save(sharded, path, asynchronous=True)
+        if len(request.async_fn_args) != 3:
+            found.append(f"{len(request.async_fn_args)} arguments")
+        if name == "skyrl":
+            args = list(request.async_fn_args)
+            args[1] = request.preload_fn()
+            request = request._replace(async_fn_args=tuple(args), preload_fn=None)
+            _change_everything(sharded)
+            calls.schedule_async_request(request)
+        else:
+            calls.schedule_async_request(request)
+            for _, _, (_, tensors) in request.async_fn_args[1]:
+                if not isinstance(tensors, list):
+                    found.append("tensors are not in a list")
+                tensors.clear()
+            _change_everything(sharded)
+        calls.maybe_finalize_async_calls(blocking=True)
+        found += problems(path, wanted)
+    return found
+
+
+def act_polls(rank: int, directory: str) -> Any:
+    """B035: rank 1 writes slowly; both poll, then wait."""
+    calls, found = queue(), []
+    with writes(lambda: time.sleep(1.0)) if rank == 1 else contextlib.nullcontext():
+        calls.schedule_async_request(save(state(), directory, asynchronous=True))
+        for _ in range(5):
+            found.append(calls.maybe_finalize_async_calls(blocking=False))
+            time.sleep(0.05)
+        found.append(calls.maybe_finalize_async_calls(blocking=True))
+    return found
+
+
+def act_sync_after_async(rank: int, directory: str) -> Any:
+    """B028: a synchronous save while an asynchronous one is on its way."""
+    calls = queue()
+    one, two = os.path.join(directory, "iter_0000001"), os.path.join(directory, "iter_0000002")
+    first, second = state(1.0), state(2.0)
+    wanted = data_of(first), data_of(second)
+    slow = threading.Event()
+    with writes(lambda: slow.is_set() or time.sleep(0.7)):
+        calls.schedule_async_request(save(first, one, asynchronous=True))
+        slow.set()
+        save(second, two)
+    finalized = calls.maybe_finalize_async_calls(blocking=True)
+    return {"finalized": finalized, "problems": problems(one, wanted[0]) + problems(two, wanted[1])}
+
+
+def act_abort(rank: int, directory: str) -> Any:
+    """B017: a save is aborted after it was written and before it was finalised; the next one knows nothing of it."""
+    import inspect
+
+    from torch.distributed.checkpoint import FileSystemReader
+
+    calls = queue()
+    if "abort" not in inspect.signature(calls.close).parameters:
+        return "this version knows no abort"
+    abandoned, kept = os.path.join(directory, "a"), os.path.join(directory, "b")
+    calls.schedule_async_request(save(big_state(2), abandoned, asynchronous=True))
+    calls.async_calls[0].async_caller.write.wait()
+    dist.barrier()
+    calls.close(abort=True)
+    sharded = state(3.0)
+    wanted = data_of(sharded)
+    calls.schedule_async_request(save(sharded, kept, asynchronous=True))
+    calls.maybe_finalize_async_calls(blocking=True)
+    keys = sorted(FileSystemReader(kept).read_metadata().state_dict_metadata)
+    return {
+        "problems": problems(kept, wanted),
+        "foreign keys": [key for key in keys if key.startswith("w")],
+        "abandoned": published(abandoned),
+    }
+
+
+def act_same_directory_again(rank: int, directory: str) -> Any:
+    found = []
+    for scale in (2.0, 3.0):
+        sharded = state(scale)
+        wanted = data_of(sharded)
+        save(sharded, directory)
+        found += problems(directory, wanted)
+        dist.barrier()
+    return found
+
+
+def act_cached_structure(rank: int, directory: str) -> Any:
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    from tests.megatron_shims import CudaMeansCpu
+
+    strategy, found = TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True), []
+    with CudaMeansCpu():
+        for number in range(4):
+            path = os.path.join(directory, f"iter_{number:07d}")
+            sharded = state(number + 2.0)
+            wanted = data_of(sharded)
+            save(sharded, path, strategy=strategy)
+            found += problems(path, wanted)
+    return found
+
+
+def act_many_tensors(rank: int, directory: str) -> Any:
+    """B071: 5,000 shards (2,500 on each rank) with few descriptors, and no port."""
+    import resource
+
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    def sockets() -> int:
+        with open("/proc/self/net/tcp") as table:
+            listening = {line.split()[9] for line in table.readlines()[1:] if line.split()[3] == "0A"}
+        mine = []
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                mine.append(os.readlink(f"/proc/self/fd/{fd}"))
+        return sum(f"socket:[{inode}]" in mine for inode in listening)
+
+    world = dist.get_world_size()
+    sharded = {
+        f"t{n}": ShardedTensor.from_rank_offsets(f"t{n}", torch.full((7,), float(n)), (0, rank, world))
+        for n in range(2500)
+    }
+    open_before, ports = len(os.listdir("/proc/self/fd")), sockets()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_before + 64, hard))
+    seconds = []
+    calls = queue()
+    try:
+        for number in range(3):
+            start = time.perf_counter()
+            request = save(dict(sharded), os.path.join(directory, str(number)), asynchronous=True)
+            planned = time.perf_counter()
+            calls.schedule_async_request(request)
+            staged = time.perf_counter()
+            calls.maybe_finalize_async_calls(blocking=True)
+            seconds.append((planned - start, staged - planned, time.perf_counter() - staged))
+        more_ports = sockets() - ports
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return {
+        "published": [published(os.path.join(directory, str(n))) for n in range(3)],
+        "ports": more_ports,
+        "s": seconds,
+    }
+
+
+def act_in_a_thread(rank: int, directory: str) -> Any:
+    """B058, B044: from a thread that isn't the main one, as in an actor, next to busy threads."""
+
+    def refuse(*_: Any) -> Any:
+        raise ValueError("signal only works in main thread")
+
+    real, stop = signal.signal, threading.Event()
+    signal.signal = refuse  # type: ignore[assignment]
+    busy = [threading.Thread(target=_keep_busy, args=(stop,)) for _ in range(4)]
+    result: list[Any] = []
+    actor = threading.Thread(target=lambda: result.append(_outcome(lambda: _async_act(directory, queue()))))
+    for thread in (*busy, actor):
+        thread.start()
+    try:
+        actor.join(60)
+    finally:
+        stop.set()
+        signal.signal = real
+        for thread in busy:
+            thread.join()
+    return result
+
+
+def _keep_busy(stop: threading.Event) -> None:
+    import zlib
+
+    data = os.urandom(100_000)
+    while not stop.wait(0.001):
+        zlib.crc32(data)
+
+
+def act_not_ours(rank: int, directory: str) -> Any:
+    """A request of somebody else goes stock's way, which here ends in the patched fork."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+
+    return _error_of(lambda: queue().schedule_async_request(AsyncRequest(io.BytesIO, (), [])))
+
+
+ACTS: dict[str, Callable[[int, str], Any]] = {
+    name.removeprefix("act_"): act
+    for name, act in list(globals().items())
+    if name.startswith("act_") and name != "act_missing_seam"
+}
