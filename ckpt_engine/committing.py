@@ -22,12 +22,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 
 from ckpt_engine.commit.directory import CheckpointDirectory
 from ckpt_engine.commit.manifest import CommitRecord, FileEntry, PartEntry, compose_commit
-from ckpt_engine.planning import RankPlan
+from ckpt_engine.planning import DCP_VERSION, RankPlan
 from ckpt_engine.saving import PART_DIRECTORY, SaveJob, Vote
 from ckpt_engine.storage.fs import write_atomic
-
-#: What stock DCP puts into ``Metadata.version``.
-_DCP_VERSION = "1.0.0"
 
 
 class MetadataComposer:
@@ -67,7 +64,7 @@ class MetadataComposer:
             plan.metadata.state_dict_metadata, plan.metadata.planner_data, storage, StorageMeta(save_id=save_id)
         )
         if hasattr(metadata, "version"):  # later torch only
-            metadata.version = _DCP_VERSION
+            metadata.version = DCP_VERSION
         return pickle.dumps(metadata)
 
     @staticmethod

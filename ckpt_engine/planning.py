@@ -35,6 +35,9 @@ from ckpt_engine.layout.image import TensorSpec
 from ckpt_engine.state import FlatState, check_tensor, collector_paused
 from ckpt_engine.storage.checksum import crc32
 
+#: What stock DCP puts into ``Metadata.version``, where its metadata has one.
+DCP_VERSION = "1.0.0"
+
 _BYTES = WriteItemType.BYTE_IO
 
 #: Records of small constants (hyper-parameters in param_groups): torch.save takes 140 us for each, every time.

@@ -43,6 +43,7 @@ def play(rank: int, world: int, folder: str, root: str) -> dict[str, Any]:
 
     found["refused"] = _outcome(lambda: act_missing_seam(adapter))
     before = _surface()
+    framework = _framework()
     for _ in range(2):
         found["checks"] = [str(check) for check in adapter.install(ckpt_engine.EngineConfig(**CONFIG))]
     for name, act in ACTS.items():
@@ -52,8 +53,10 @@ def play(rank: int, world: int, folder: str, root: str) -> dict[str, Any]:
         dist.barrier()
         found[name] = _outcome(lambda act=act, directory=directory: act(rank, directory))  # type: ignore[misc]
         dist.barrier()
+    found["by_name"] = [framework.is_changed()]
     adapter.uninstall()
     adapter.uninstall()
+    found["by_name"].append(framework.is_changed())
     found["restored"] = _surface() == before
     found["forks"] = forks
     return found
@@ -67,6 +70,20 @@ def _outcome(act: Callable[[], Any]) -> Any:
         return act()
     except BaseException as error:
         return f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+
+
+def _framework() -> Any:
+    """A module that has imported a function by name before the engine is installed, as frameworks do."""
+    import sys
+    import types
+
+    from megatron.core import dist_checkpointing
+
+    module: Any = types.ModuleType("some_framework")
+    original = module.save = dist_checkpointing.save
+    module.is_changed = lambda: module.save is not original and module.save is dist_checkpointing.save
+    sys.modules[module.__name__] = module
+    return module
 
 
 def _forbid_processes() -> None:
@@ -569,6 +586,32 @@ def _keep_busy(stop: threading.Event) -> None:
     data = os.urandom(100_000)
     while not stop.wait(0.001):
         zlib.crc32(data)
+
+
+def act_train_state(rank: int, directory: str) -> Any:
+    """A save with Megatron-LM's args, which go on counting after it was scheduled."""
+    import argparse
+
+    from ckpt_engine import TrainState
+    from ckpt_engine.restore.verify import verify_checkpoint
+
+    path = os.path.join(directory, "iter_0000012")
+    latest = os.path.join(directory, "latest_train_state.pt")
+    args = argparse.Namespace(iteration=11, consumed_train_samples=480, skipped_train_samples=3, do_train=True)
+    sharded = {**state(12.0), "args": args, "iteration": 12, "num_floating_point_operations_so_far": 2.0**70}
+    seen: list[bool] = []
+    calls = queue()
+    request = save(sharded, path, asynchronous=True)
+    request.add_finalize_fn(lambda: seen.append(os.path.exists(latest) and "commit.json" in published(path)))
+    calls.schedule_async_request(request)
+    args.consumed_train_samples = 999
+    calls.maybe_finalize_async_calls(blocking=True)
+    files = [os.path.join(path, "train_state.pt"), latest]
+    contents = []
+    for file in files:
+        with open(file, "rb") as stream:
+            contents.append(TrainState.from_bytes(stream.read()))
+    return {"seen": seen, "states": contents, "ok": verify_checkpoint(path).problems}
 
 
 def act_not_ours(rank: int, directory: str) -> Any:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -34,15 +35,15 @@ def versions() -> tuple[str, ...]:
     return tuple(part.strip() for part in wanted.split(",") if part.strip()) or DEFAULT
 
 
-def unpacked(package: str, version: str) -> str:
-    """The folder with this version; fetched if the cache doesn't have it. Skips the test if that can't be."""
+def unpacked(package: str, version: str, *options: str) -> str:
+    """The folder with this version; fetched (with these options of pip) if the cache doesn't have it, or the test is skipped."""
     cache = Path(os.environ.get("CKPT_ENGINE_TEST_CACHE") or Path.home() / ".cache" / "ckpt-engine-tests")
     folder = cache / f"{package}-{version}"
     if not folder.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
             fresh = Path(scratch) / "fresh"
-            with zipfile.ZipFile(_fetched(f"{package}=={version}", scratch)) as wheel:
+            with zipfile.ZipFile(_fetched(f"{package}=={version}", scratch, options)) as wheel:
                 wheel.extractall(fresh)
             try:
                 os.rename(fresh, folder)  # whole or not there: another run may be looking for it
@@ -53,9 +54,9 @@ def unpacked(package: str, version: str) -> str:
     return str(folder)
 
 
-def _fetched(requirement: str, folder: str) -> Path:
+def _fetched(requirement: str, folder: str, options: Sequence[str]) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command += ["--python-version", "3.12", "--only-binary=:all:", "--dest", folder, requirement]
+    command += ["--python-version", "3.12", "--only-binary=:all:", *options, "--dest", folder, requirement]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_FETCH_SECONDS)
         reason = f"{done.stdout}\n{done.stderr}".strip()[-400:]

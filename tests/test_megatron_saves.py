@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ckpt_engine import TrainState
 from tests import megatron_wheels
 from tests.megatron_ranks import BUDGET, play
 from tests.ranks import run_ranks
@@ -57,7 +58,7 @@ def test_a_fully_parallel_save_is_whole(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("kind", ["temporal", "persistent"])
 def test_changes_after_schedule_never_show(ranks: Ranks, kind: str) -> None:
-    """Each of three asynchronous saves has the values of the time when it was scheduled; B043 is stock's fault of this kind."""
+    """B001: each of three asynchronous saves has the values of the time when it was scheduled."""
     assert each(ranks, kind) == [[[0], [1], [2]]] * 2
 
 
@@ -78,6 +79,19 @@ def test_saving_into_the_same_directory_again_is_whole(ranks: Ranks) -> None:
 
 def test_a_cached_structure_is_whole_every_time(ranks: Ranks) -> None:
     assert each(ranks, "cached_structure") == [[], []]
+
+
+def test_the_train_state_is_that_of_the_schedule_and_comes_before_the_tracker(ranks: Ranks) -> None:
+    """B011 is the fault: counters of another step. The caller's finalize function stands for the tracker."""
+    wanted = TrainState(
+        step=12,
+        consumed_train_samples=480,
+        skipped_train_samples=3,
+        floating_point_operations_so_far=2.0**70,
+        do_train=True,
+    )
+    for result in each(ranks, "train_state"):
+        assert result == {"seen": [True], "states": [wanted, wanted], "ok": ()}
 
 
 # -- several saves, and their order -----------------------------------------------------------------------------------------
@@ -178,6 +192,10 @@ def test_a_missing_seam_is_named_and_leaves_stock_as_it_was(ranks: Ranks) -> Non
     for result in each(ranks, "refused"):
         assert result["error"].startswith("ConfigError") and "retrieve_write_results: not there" in result["error"]
         assert result["unchanged"]
+
+
+def test_functions_imported_by_name_are_changed_and_restored(ranks: Ranks) -> None:
+    assert [rank["by_name"] for rank in ranks] == [[True, False]] * 2
 
 
 def test_uninstall_restores_every_seam(ranks: Ranks) -> None:

@@ -15,14 +15,25 @@ from __future__ import annotations
 
 import atexit
 import logging
+from typing import Any
 
 from ckpt_engine.config import EngineConfig
 from ckpt_engine.errors import ConfigError
-from ckpt_engine.integrations.megatron import seams, session
+from ckpt_engine.integrations.megatron import flags, seams, session
+from ckpt_engine.integrations.megatron.flags import add_arguments, config_from_args
 from ckpt_engine.integrations.megatron.seams import SelfCheck
 from ckpt_engine.integrations.megatron.write import unfinished
 
-__all__ = ["SelfCheck", "install", "self_check", "uninstall"]
+__all__ = [
+    "SelfCheck",
+    "add_arguments",
+    "config_from_args",
+    "install",
+    "install_from_args",
+    "install_from_environment",
+    "self_check",
+    "uninstall",
+]
 
 log = logging.getLogger("ckpt_engine")
 
@@ -69,6 +80,19 @@ def install(config: EngineConfig | None = None) -> tuple[SelfCheck, ...]:
         if check.present:
             seams.apply(check.target)
     return checks
+
+
+def install_from_args(args: Any) -> bool:
+    """Installs if ``--ckpt-engine threads`` (or ``CKPT_ENGINE``) says so; see :mod:`.flags`. Returns whether it does."""
+    if not flags.wanted(args):
+        return False
+    install(config_from_args(args))
+    return True
+
+
+def install_from_environment() -> bool:
+    """The same, for processes without arguments of their own."""
+    return install_from_args(None)
 
 
 def uninstall() -> None:

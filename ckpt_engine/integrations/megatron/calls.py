@@ -64,6 +64,7 @@ def schedule(queue: Any, request: Any, original: Callable[..., int]) -> int:
         args = request.async_fn_args
         write.start(args[1] if len(args) > 1 and args[1] is not None else [])
         functions = list(request.finalize_fns)
+        write.checked = bool(functions)
         checked = [Checked(fn, write, last=number == len(functions)) for number, fn in enumerate(functions, 1)]
         # Without the arguments: they hold the trainer's tensors, on whatever device, until the request is finalised.
         request = request._replace(async_fn_args=(), preload_fn=None, finalize_fns=checked)

@@ -1,7 +1,8 @@
 """Where Megatron is changed: the table of seams, the look whether they are all there, and the way back.
 
 Classes are changed in place, since frameworks hold the classes, or instances of them, by the time this runs; functions are
-also replaced where a loaded module has imported them by name. A seam is found by its name and its parameters, never by a version number. If one that is needed is missing, nothing at all is changed.
+also replaced where a loaded module has imported them by name. A seam is found by its name and its parameters, never by a
+version number. If one that is needed is missing, nothing at all is changed.
 
 =====================================================  ==============================================================
 ``FileSystemWriterAsync.get_save_function_and_args``   our callable instead of stock's write function
@@ -14,6 +15,7 @@ also replaced where a loaded module has imported them by name. A seam is found b
 ``serialization.save_config``, ``save``                the commit record after ``metadata.json``
 ``TorchDistSaveShardedStrategy.async_save``            "nvrx", the default, means this engine
 ``get_async_strategy``                                 "nvrx" is no error where NVRx isn't installed
+``megatron.training.checkpointing``                    deletes on threads (:mod:`.retiring`)
 =====================================================  ==============================================================
 """
 
@@ -27,11 +29,10 @@ import inspect
 import logging
 import os
 import sys
-import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ckpt_engine.integrations.megatron import calls, verdict
+from ckpt_engine.integrations.megatron import calls, progress, retiring, verdict
 from ckpt_engine.integrations.megatron.session import core
 from ckpt_engine.integrations.megatron.write import ThreadedWrite, write_of
 
@@ -111,8 +112,11 @@ class Fields:
 
 _ATTRIBUTE = "_ckpt_engine_write"
 
-#: The last synchronous save, whose commit is still to come.
-_awaiting_commit: weakref.WeakSet[ThreadedWrite] = weakref.WeakSet()
+#: What the ``dist_checkpointing.save`` that is running has made: if it is synchronous, the commit comes before it returns.
+_awaiting_commit: list[ThreadedWrite] = []
+
+#: The train state of the ``dist_checkpointing.save`` that is running.
+_snapshot: list[bytes | None] = []
 
 
 def _save_function(original: Any) -> Any:
@@ -120,8 +124,9 @@ def _save_function(original: Any) -> Any:
     def get_save_function_and_args(self: Any) -> Any:
         if getattr(self, "use_msc", False) or self.write_buckets is None:
             return original(self)  # object storage: stock's writers know how
-        write = ThreadedWrite(core(), self.write_buckets, self.checkpoint_dir)
+        write = ThreadedWrite(core(), self.write_buckets, self.checkpoint_dir, *_snapshot)
         setattr(self, _ATTRIBUTE, write)
+        _awaiting_commit.append(write)
         buckets = self.write_buckets
         # The writer lives until the save is finalised; with the buckets it would keep the trainer's tensors.
         self.write_buckets = [(path, key, ([], [])) for path, key, _ in buckets]
@@ -198,11 +203,11 @@ def _execute_sync(original: Any) -> Any:
         write = write_of(self.async_fn)
         if write is None:
             return original(self)
+        write.checked = True
         with verdict.heard(write):
             result = original(self)
         verdict.check(write)
         verdict.settle(write)
-        _awaiting_commit.add(write)
         return result
 
     return execute_sync
@@ -220,9 +225,16 @@ def _save(original: Any) -> Any:
     @functools.wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
         _awaiting_commit.clear()
-        result = original(*args, **kwargs)
-        for write in list(_awaiting_commit):
-            verdict.check(write)
+        retiring.use_threads()
+        _snapshot[:] = [progress.snapshot(args[0] if args else kwargs.get("sharded_state_dict"))]
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            _snapshot.clear()
+        for write in tuple(_awaiting_commit):
+            if result is None:  # synchronous; the requests of others are checked where they are finalised
+                verdict.check(write)
+                verdict.settle(write)
         _awaiting_commit.clear()
         return result
 
@@ -395,6 +407,7 @@ def _rebind(name: str, original: Any, replacement: Any) -> list[_Change]:
 
 def restore() -> None:
     """Takes all changes back, last one first."""
+    retiring.restore()
     for target in list(_changes):
         for change in reversed(_changes.pop(target)):
             if change.inherited:

@@ -31,6 +31,7 @@ from ckpt_engine.commit.coordinator import pack_error, unpack_error
 from ckpt_engine.commit.manifest import COMMIT_NAME, CommitRecord, FileEntry, compose_commit
 from ckpt_engine.commit.names import PART_DIRECTORY
 from ckpt_engine.errors import CheckpointError
+from ckpt_engine.integrations.megatron import progress
 from ckpt_engine.integrations.megatron.write import Results, ThreadedWrite, unfinished
 from ckpt_engine.storage.fs import fsync_dir, write_atomic
 from ckpt_engine.version import __version__
@@ -38,7 +39,10 @@ from ckpt_engine.version import __version__
 log = logging.getLogger("ckpt_engine")
 
 #: Files next to the shard files that belong to a Megatron checkpoint, as far as its version writes them.
-_COMPANIONS = (".metadata", "metadata.json", "common.pt", "train_state.pt")
+_COMPANIONS = (".metadata", "metadata.json", "common.pt")
+
+#: Saves that may have their .metadata and not yet their metadata.json; frameworks finalise one after the other.
+_WAITING = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +80,9 @@ def finish(write: ThreadedWrite, results: Sequence[Any], original: Callable[[], 
         _forget(os.path.join(write.directory, ".metadata"))
         return
     with _lock:
+        # A caller that writes no metadata.json commits nothing: to us its checkpoint stays unverified.
+        while len(_gathered) >= _WAITING:
+            del _gathered[next(iter(_gathered))]
         _gathered[write.directory] = _Gathered(write, parts)
 
 
@@ -96,7 +103,12 @@ def commit(directory: str, original: Callable[[], Any]) -> Any:
 def _write_commit(gathered: _Gathered) -> None:
     write = gathered.write
     files = {}
-    for name in _COMPANIONS:
+    names = list(_COMPANIONS)
+    if write.train_state is not None:
+        # Only one of ours is listed: one that somebody else writes may still change after the commit.
+        write_atomic(os.path.join(write.directory, progress.NAME), write.train_state)
+        names.append(progress.NAME)
+    for name in names:
         entry = _durable_digest(os.path.join(write.directory, name))
         if entry is not None:
             files[name] = entry
@@ -113,6 +125,8 @@ def _write_commit(gathered: _Gathered) -> None:
         files=files,
     )
     write_atomic(os.path.join(write.directory, PART_DIRECTORY, COMMIT_NAME), compose_commit(record))
+    if write.train_state is not None:
+        progress.advance(write.directory, write.train_state)
     log.info("step %d committed: %d bytes at %s", record.step, record.bytes, write.directory)
 
 
@@ -136,8 +150,9 @@ def _durable_digest(path: str) -> FileEntry | None:
 def _keep_back(write: ThreadedWrite, error: BaseException) -> None:
     log.error("the save of %s can't be finalised: %s", write.directory, error)
     packed = pack_error(error, rank=write.name.rank, step=write.name.step, phase="commit", path=write.directory)
-    if write.session is None:
-        raise unpack_error(packed)
+    if write.session is None or not write.checked:
+        # Nobody looks for notes: the finalize functions were moved to a request that isn't ours (Megatron's logits saver).
+        raise error
     write.session.note_failure(write.name.number, packed)
     if not isinstance(error, Exception) and not isinstance(error, CheckpointException):
         raise error  # an interrupt is the trainer's own; the others have the note
@@ -167,11 +182,7 @@ def check(write: ThreadedWrite) -> None:
 
 def settle(write: ThreadedWrite) -> None:
     """The caller knows what became of this save."""
-    write.settled = True
     unfinished.discard(write)
-    with _lock:  # a caller that writes no metadata.json commits nothing: to us its checkpoint stays unverified
-        if write.directory in _gathered and _gathered[write.directory].write is write:
-            del _gathered[write.directory]
 
 
 class Checked:

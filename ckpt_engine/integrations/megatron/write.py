@@ -56,10 +56,11 @@ class Results(list[WriteResult]):
 class ThreadedWrite:
     """A save on its way; callable like stock's write function. Made on every rank, also where there is nothing to write."""
 
-    def __init__(self, core: Core, buckets: Sequence[Any], directory: Any) -> None:
+    def __init__(self, core: Core, buckets: Sequence[Any], directory: Any, train_state: bytes | None = None) -> None:
         self.directory = os.fspath(directory)
         self.checksum = core.config.checksum
-        self.settled = False  # every rank has heard what became of it
+        self.train_state = train_state
+        self.checked = False  # whoever finalises this looks for notes of failures
         self._pid = os.getpid()
         self._core = core
         self._buckets: Sequence[Any] | None = buckets
