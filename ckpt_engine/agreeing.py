@@ -59,12 +59,14 @@ class Agreed:
     """A save that may start.
 
     Attributes:
+        seq: the number of the save that the ranks met in.
         save_id: random, the same on all ranks.
         directory: where to write.
         plan: what this rank writes; ``reused`` tells whether it is the one of the save before.
         tensors: local tensors, parallel to the plan's; ``blobs``: pickled values by key; ``train_state``: bytes.
     """
 
+    seq: int
     save_id: str
     directory: str
     plan: RankPlan
@@ -83,6 +85,24 @@ class SaveAgreement:
         self._planner = planner
         self._rank = coordinator.rank
         self._locked = False
+        self._seq = 0
+
+    def next(self) -> int:
+        """The number of the next save."""
+        self._seq += 1
+        return self._seq
+
+    def _caught_up(self, seq: int, step: int) -> int:
+        """The round to take part in: later than ``seq`` if the others have given up saves that this rank never came to.
+
+        Without this, a rank that missed one call would answer every later one a round late, for ever.
+        """
+        while (missed := self._coordinator.failed(f"begin/{seq}")) is not None and missed.step != step:
+            log.warning(
+                "this rank missed the save of step %s, which failed on the others: %s", missed.step, missed.message
+            )
+            seq = self.next()
+        return seq
 
     def agree(
         self,
@@ -106,6 +126,7 @@ class SaveAgreement:
         Raises:
             CheckpointError: the same on every rank; on the rank where it began, the original.
         """
+        seq = self._caught_up(seq, step)
         flat = FlatState()
         blobs: dict[str, bytes] = {}
         frozen: bytes | None = None
@@ -147,14 +168,15 @@ class SaveAgreement:
         plan = self._planner.plan
         if plan is None:
             raise RuntimeError("the ranks agreed on a plan that this rank doesn't have")
-        return Agreed(save_id, path, plan, reused, resolve(plan.tensors, flat), blobs, frozen)
+        return Agreed(seq, save_id, path, plan, reused, resolve(plan.tensors, flat), blobs, frozen)
 
     def _round(self, tag: str, work: Callable[[], bytes], judge: Callable[[list[bytes]], bytes], step: int) -> Any:
         payload, original = attempt(work, rank=self._rank, step=step, phase="plan")
         try:
             return pickle.loads(self._coordinator.decide(tag, payload, judge, phase="plan", step=step))
         except CheckpointError:
-            if original is not None:
+            # With several ranks all raise the verdict, or they would part ways here; an interrupt is the trainer's own.
+            if original is not None and (self._coordinator.world_size == 1 or not isinstance(original, Exception)):
                 raise original from None
             raise
 
@@ -174,7 +196,17 @@ class SaveAgreement:
                 phase="plan",
                 hint="save under another step, or remove that checkpoint first",
             )
+        foreign = self._directory.foreign(step) if record is None else None
+        if foreign is not None:
+            raise StepExistsError(
+                f"{os.path.basename(self._directory.path_of(step))} is there and isn't ours to replace: {foreign}",
+                step=step,
+                path=self._directory.path_of(step),
+                phase="plan",
+                hint="save under another step, or move it away",
+            )
         if not self._locked:
+            self._directory.check_usable()
             self._directory.lock()
             self._locked = True
             for path in self._directory.clear_leftovers():

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import logging
 import os
 import pickle
 from collections.abc import Sequence
@@ -22,9 +23,12 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 
 from ckpt_engine.commit.directory import CheckpointDirectory
 from ckpt_engine.commit.manifest import CommitRecord, FileEntry, PartEntry, compose_commit
+from ckpt_engine.errors import StorageError
 from ckpt_engine.planning import DCP_VERSION, RankPlan
 from ckpt_engine.saving import PART_DIRECTORY, SaveJob, Vote
 from ckpt_engine.storage.fs import write_atomic
+
+log = logging.getLogger("ckpt_engine")
 
 
 class MetadataComposer:
@@ -103,6 +107,7 @@ def commit(
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         engine=version,
         checksum="crc32" if job.config.checksum else None,
+        generation=directory.next_generation(),
         parts=tuple(PartEntry(rank, *vote.part) for rank, vote in enumerate(votes)),
         files={
             name: FileEntry(len(content), hashlib.sha256(content).hexdigest()) for name, content in contents.items()
@@ -113,5 +118,8 @@ def commit(
     )
     write_atomic(os.path.join(job.directory, PART_DIRECTORY, "commit.json"), compose_commit(record))
     final = directory.publish(job.directory, job.step, job.save_id)
-    directory.advance_trackers(job.step, job.train_state)
+    try:
+        directory.advance_trackers(job.step, job.train_state)
+    except StorageError as error:  # it is committed and will be found; a failure now would say that it isn't
+        log.error("step %d is committed, but the trackers still name an earlier one: %s", job.step, error)
     return final, total

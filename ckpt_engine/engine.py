@@ -16,47 +16,36 @@ c10d Store only, with deadlines.
 from __future__ import annotations
 
 import atexit
-import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import logging
 import os
-import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckpt_engine.agreeing import SaveAgreement, Unheard, attempt, opened, warn_if_short
-from ckpt_engine.commit.coordinator import Coordinator, pack_error, unpack_error
+from ckpt_engine.agreeing import Agreed, SaveAgreement, Unheard, attempt, opened, warn_if_short
+from ckpt_engine.background import Background, Callback
+from ckpt_engine.commit.coordinator import Coordinator
 from ckpt_engine.commit.directory import CheckpointDirectory
-from ckpt_engine.committing import MetadataComposer, commit
 from ckpt_engine.config import EngineConfig
-from ckpt_engine.errors import (
-    CheckpointError,
-    CommitTimeoutError,
-    EngineClosedError,
-    NotCommittedError,
-)
+from ckpt_engine.errors import CheckpointError, CommitTimeoutError, EngineClosedError, NotCommittedError
 from ckpt_engine.layout.records import TemplateCache
 from ckpt_engine.planning import Planner
 from ckpt_engine.restore.verify import VerifyReport, verify_checkpoint
 from ckpt_engine.restoring import Restorer
 from ckpt_engine.results import CheckpointInfo, Restored, SaveHandle, SaveStats
-from ckpt_engine.saving import RankLayout, SaveJob, Vote
-from ckpt_engine.storage.fs import free_bytes, remove_tree
+from ckpt_engine.saving import RankLayout, SaveJob
+from ckpt_engine.storage.fs import free_bytes
 from ckpt_engine.train_state import TrainState
-from ckpt_engine.version import __version__
 from ckpt_engine.workers import Workers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 log = logging.getLogger("ckpt_engine")
-
-Callback = Callable[[CheckpointInfo], None]
 
 
 class CheckpointEngine:
@@ -88,23 +77,17 @@ class CheckpointEngine:
         self.rank, self.world_size = self._coordinator.rank, self._coordinator.world_size
         self._open_together()
         self._workers = Workers(self.config)
-        self._geometry, self._pool = self._workers.geometry, self._workers.pool
-        self._committer = concurrent.futures.ThreadPoolExecutor(1, "ckpt-commit")
-        self._background = self._coordinator.for_thread()
+        self._background = Background(self._coordinator.for_thread(), self._directory, self.config)
         self._agreement = SaveAgreement(
             self._coordinator, self._directory, Planner(self.rank, self.config.verify_replicas)
         )
         self._restorer = Restorer(self._coordinator, self._directory, self.config, threads=self._workers.copy_threads)
         self._templates = TemplateCache()
         self._layout: RankLayout | None = None
-        self._composer = MetadataComposer()
-        self._in_flight: collections.deque[tuple[int, SaveHandle]] = collections.deque()
-        self._failed: collections.deque[tuple[int, SaveHandle]] = collections.deque()
-        self._committed: collections.deque[CheckpointInfo] = collections.deque()
-        self._callbacks: list[Callback] = []
         self._lock = threading.RLock()
-        self._seq = 0
+        self._busy = False
         self._closed = False
+        self._pid = os.getpid()
         _open_engines.add(self)
 
     def __enter__(self) -> CheckpointEngine:
@@ -140,127 +123,91 @@ class CheckpointEngine:
             CheckpointError: an earlier background save failed; it is raised here, once, on every rank, and this call did
                 nothing else.
         """
-        with self._lock:
-            self._check_open()
+        with self._alone("save"):
             started = time.perf_counter()
-            self._await_room()
+            seq = (
+                self._agreement.next()
+            )  # counted before anything can fail or be interrupted, or the ranks would fall out of step
+            while len(waiting := self._background.waiting()) >= self.config.max_in_flight:
+                waiting[0]._wait(None)
             self._workers.fit()
-            self._seq += 1
-            agreed = self._agreement.agree(
-                self._seq, state, step, train_state, in_flight=self._steps_in_flight(), unheard=self._unheard()
-            )
+            in_flight = {handle.step for handle in self._background.waiting()}
+            unheard = self._background.unheard()
+            agreed = self._agreement.agree(seq, state, step, train_state, in_flight=in_flight, unheard=unheard)
             if isinstance(agreed, Unheard):
-                raise self._hear(agreed)
-            if self._layout is None or self._layout.plan_id != agreed.plan.plan_id:
-                self._layout = RankLayout(
-                    agreed.plan, self.rank, self._geometry.writers, self._templates, checksum=self.config.checksum
-                )
+                raise self._background.hear(agreed)
             handle = SaveHandle(step, patience=self.config.commit_timeout)
-            job = SaveJob(
-                self._seq,
-                step,
-                agreed,
-                self._layout,
-                handle,
-                self._pool,
-                rank=self.rank,
-                world_size=self.world_size,
-                extent_bytes=self._geometry.extent_bytes,
-                config=self.config,
-                started=started,
-            )
-            handle._track(lambda: job.queue.progress)
-            warn_if_short(free_bytes(job.directory), job.size, step, job.directory)
-            # Submitted before staging: when the interpreter exits in the middle of it, these still run to their end.
-            self._in_flight.append((self._seq, handle))
-            self._workers.write(job.queue)
-            self._committer.submit(self._finish, job)
-            planned = time.perf_counter()
+            self._background.enter(agreed.seq, handle)
+            job: SaveJob | None = None
+            failure: BaseException | None = None
             try:
-                job.stage(agreed.tensors, self._workers.copiers)
+                job = self._make_job(agreed, handle, started)
+                # Submitted before staging, which needs the extents that writers free; and when the interpreter exits in
+                # the middle of it, what has been submitted still runs to its end.
+                self._workers.write(job.queue)
             except BaseException as error:
-                job.queue.fail(error)  # the handle tells it, on every rank
-                if not isinstance(error, Exception):
-                    raise  # an interrupt is the trainer's own
-            finally:
-                now = time.perf_counter()
-                job.stats = SaveStats(
-                    stall_seconds=now - started,
-                    plan_seconds=planned - started,
-                    stage_seconds=now - planned,
-                    staged_bytes=job.size,
-                    budget_bytes=self._pool.stats().budget,
-                    extent_bytes=self._geometry.extent_bytes,
-                    writers=self._geometry.writers,
-                    reused_plan=agreed.reused,
-                )
-                job.staged.set()
-            log.info("step %d staged: %d bytes on rank %d in %.3f s", step, job.size, self.rank, now - started)
+                failure = error
+                if job is not None:
+                    job.queue.fail(error)
+            self._background.submit(agreed.seq, handle, agreed.directory, job, failure)
+            if job is not None:
+                failure = self._stage(job, agreed, started)
+            if failure is not None and not isinstance(failure, Exception):
+                raise failure  # an interrupt is the trainer's own; all else the handle tells, on every rank
             return handle
 
-    def _finish(self, job: SaveJob) -> None:
-        """On the committer thread: vote, verdict, and what hangs off it. Saves come here in their order."""
+    def _make_job(self, agreed: Agreed, handle: SaveHandle, started: float) -> SaveJob:
+        if self._layout is None or self._layout.plan_id != agreed.plan.plan_id:
+            writers = self._workers.geometry.writers
+            self._layout = RankLayout(agreed.plan, self.rank, writers, self._templates, checksum=self.config.checksum)
+        job = SaveJob(
+            agreed,
+            self._layout,
+            handle,
+            self._workers.pool,
+            rank=self.rank,
+            world_size=self.world_size,
+            extent_bytes=self._workers.geometry.extent_bytes,
+            config=self.config,
+            started=started,
+        )
+        handle._track(lambda: job.queue.progress)
+        warn_if_short(free_bytes(job.directory), job.size, job.step, job.directory)
+        return job
 
-        def vote() -> bytes:
-            return pickle.dumps(job.persisted())
-
-        def judge(payloads: list[bytes]) -> bytes:
-            votes: list[Vote] = [pickle.loads(payload) for payload in opened(payloads)]
-            return pickle.dumps(commit(job, votes, self._directory, self._composer, __version__))
-
-        outcome: CheckpointInfo | CheckpointError
+    def _stage(self, job: SaveJob, agreed: Agreed, started: float) -> BaseException | None:
+        """Copies the tensors; what fails fails the save, and is returned."""
+        failure: BaseException | None = None
+        planned = time.perf_counter()
         try:
-            payload, _ = attempt(vote, rank=self.rank, step=job.step, phase="write")
-            verdict = self._background.decide(f"commit/{job.seq}", payload, judge, phase="commit", step=job.step)
-            path, size = pickle.loads(verdict)
-            job.layout.committed = True
-            outcome = CheckpointInfo(job.step, path, size, job.finished_stats())
+            job.stage(agreed.tensors, self._workers.copiers)
         except BaseException as error:
-            outcome = unpack_error(pack_error(error, rank=self.rank, step=job.step, phase="commit"))
-            if self.rank == 0:
-                self._directory.discard(job.directory)
-        job.release()
-        self._settle(job, outcome)
-
-    def _settle(self, job: SaveJob, outcome: CheckpointInfo | CheckpointError) -> None:
-        if isinstance(outcome, CheckpointError):
-            log.error("step %d failed: %s", job.step, outcome)
-            if self.config.on_error == "raise":
-                self._failed.append((job.seq, job.handle))
-        else:
-            self._committed.append(outcome)
-            rate = outcome.bytes / max(outcome.stats.durable_seconds, 1e-9) / 1e9
-            log.log(
-                logging.INFO if self.rank == 0 else logging.DEBUG,
-                "step %d committed: %d bytes in %.3f s (%.2f GB/s) at %s",
-                *(outcome.step, outcome.bytes, outcome.stats.durable_seconds, rate, outcome.path),
+            job.queue.fail(error)
+            failure = error
+        finally:
+            now = time.perf_counter()
+            job.stats = SaveStats(
+                stall_seconds=now - started,
+                plan_seconds=planned - started,
+                stage_seconds=now - planned,
+                staged_bytes=job.size,
+                budget_bytes=self._workers.pool.stats().budget,
+                extent_bytes=self._workers.geometry.extent_bytes,
+                writers=self._workers.geometry.writers,
+                reused_plan=agreed.reused,
             )
-        retired: list[str] = []
-        if self.rank == 0 and isinstance(outcome, CheckpointInfo):
-            with self._tidy(job.step):
-                retired = self._directory.retire(job.step, self.config.keep_last, self.config.keep_every)
-        job.handle._resolve(outcome)
-        if isinstance(outcome, CheckpointInfo):
-            for callback in tuple(self._callbacks):
-                try:
-                    callback(outcome)
-                except Exception:
-                    log.exception("a callback for the committed step %d failed", outcome.step)
-        with self._tidy(job.step):
-            for path in retired:
-                remove_tree(path)
-        self._in_flight.remove((job.seq, job.handle))
-
-    @contextlib.contextmanager
-    def _tidy(self, step: int) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # what is committed stays committed
-            log.warning("step %d is committed, but an older checkpoint could not be removed: %s", step, error)
+            job.staged.set()
+        if failure is None:
+            log.info("step %d staged: %d bytes on rank %d in %.3f s", job.step, job.size, self.rank, now - started)
+        return failure
 
     def on_committed(self, callback: Callback) -> None:
-        """Has ``callback(info)`` called on the committer thread for each save that commits from now on, in save order."""
-        self._callbacks.append(callback)
+        """Has ``callback(info)`` called on the committer thread for each save that commits from now on, in save order.
+
+        The callback must not wait for saves (``wait``, ``save``, ``restore``, ``close`` refuse it), and what it raises is
+        logged.
+        """
+        self._background.callbacks.append(callback)
 
     # -- what became of it ------------------------------------------------------------------------------------------
 
@@ -270,14 +217,7 @@ class CheckpointEngine:
         Raises:
             CheckpointError: a background save failed; raised once.
         """
-        while self._failed:
-            _, handle = self._failed.popleft()
-            if not handle.heard:
-                handle.result(0)
-        finished = []
-        while self._committed:
-            finished.append(self._committed.popleft())
-        return finished
+        return self._background.poll()
 
     def wait(self, timeout: float | None = None) -> list[CheckpointInfo]:
         """Waits until no save is on its way, then :meth:`poll`. Not collective.
@@ -289,7 +229,8 @@ class CheckpointEngine:
             CommitTimeoutError: some are still on their way.
             CheckpointError: a background save failed; raised once.
         """
-        self._drain(timeout)
+        self._refuse_waiting_for_itself("wait")
+        self._background.drain(timeout)
         return self.poll()
 
     def close(self, timeout: float | None = None) -> None:
@@ -299,19 +240,24 @@ class CheckpointEngine:
             CommitTimeoutError: saves are still on their way; the engine stays open, and may be closed again.
             CheckpointError: a background save failed and nobody has been told yet.
         """
-        with self._lock:
+        end = time.monotonic() + (self._patience() if timeout is None else timeout)
+        with self._alone("close", end - time.monotonic()):
             if self._closed:
                 return
-            self._drain(timeout)
+            self._background.drain(timeout)
+            stuck = not self._workers.close(max(0.0, end - time.monotonic()))
             self._closed = True
             _open_engines.discard(self)
-            self._committer.shutdown(wait=True)
-            self._workers.close()
-            self._directory.unlock()
             self._background.close()
+            self._directory.unlock()
             self._coordinator.close()
             self._layout = None
         self.poll()
+        if stuck:
+            raise CommitTimeoutError(
+                "writer threads are stuck in the storage; their memory and descriptors come back when it answers",
+                phase="close",
+            )
 
     # -- back -------------------------------------------------------------------------------------------------------
 
@@ -343,9 +289,8 @@ class CheckpointEngine:
             CorruptionError: the checkpoint asked for is damaged. ``state`` may be partly loaded then.
             KeyMismatchError: keys, shapes or dtypes don't fit.
         """
-        with self._lock:
-            self._check_open()
-            for _, handle in tuple(self._in_flight):
+        with self._alone("restore"):
+            for handle in self._background.waiting():
                 handle._wait(None)
             return self._restorer.restore(state, step, strict=strict, path=path)
 
@@ -354,8 +299,8 @@ class CheckpointEngine:
         return self._directory.steps()
 
     def latest(self) -> int | None:
-        """The newest committed step, or ``None``."""
-        return max(self.steps(), default=None)
+        """The step that was committed last, or ``None``. After going back to an earlier step, that isn't the largest number."""
+        return next(iter(self._directory.newest_first()), None)
 
     def verify(self, step: int) -> VerifyReport:
         """Reads every byte of a checkpoint and compares all checksums. Not collective.
@@ -365,13 +310,18 @@ class CheckpointEngine:
         """
         if not os.path.isdir(self._directory.path_of(step)):
             raise NotCommittedError(f"there is no checkpoint of step {step}", step=step, phase="verify")
-        return dataclasses.replace(verify_checkpoint(self._directory.path_of(step)), step=step)
+        report = verify_checkpoint(self._directory.path_of(step))
+        if report.step not in (None, step):
+            wrong = f"commit.json is of step {report.step}, expected {step}"
+            report = dataclasses.replace(report, ok=False, problems=(*report.problems, wrong))
+        return dataclasses.replace(report, step=step)
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 
     def _open_together(self) -> None:
         def usable() -> bytes:
-            self._directory.check_usable()
+            if not self._directory.check_readable():
+                self._directory.check_usable()  # one that is there and can only be read is good for restores
             return b""
 
         payload, original = attempt(usable, rank=self.rank, step=None, phase="config")
@@ -380,50 +330,48 @@ class CheckpointEngine:
                 "open", payload, lambda payloads: b"".join(opened(payloads)), phase="config", step=None
             )
         except CheckpointError:
-            if original is not None:
+            if original is not None and self.world_size == 1:
                 raise original from None
             raise
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineClosedError("this engine is closed", hint="make a new CheckpointEngine", phase="config")
-
-    def _await_room(self) -> None:
-        while (
-            len(waiting := [handle for _, handle in tuple(self._in_flight) if not handle.done()])
-            >= self.config.max_in_flight
-        ):
-            waiting[0]._wait(None)
-
-    def _drain(self, timeout: float | None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        for _, handle in tuple(self._in_flight):
-            handle._wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-
-    def _steps_in_flight(self) -> set[int]:
-        return {handle.step for _, handle in tuple(self._in_flight) if not handle.done()}
-
-    def _unheard(self) -> tuple[Unheard, ...]:
-        found = []
-        for seq, handle in tuple(self._failed):
-            error = handle._error
-            if error is not None and not handle.heard:
-                found.append(
-                    Unheard(
-                        seq, pack_error(error, rank=error.rank or 0, step=error.step, phase=error.phase or "commit")
-                    )
+    @contextlib.contextmanager
+    def _alone(self, call: str, timeout: float | None = None) -> Iterator[None]:
+        """One save, restore or close at a time, and none from within another one (a signal handler) or a callback."""
+        self._refuse_waiting_for_itself(call)
+        if not self._lock.acquire(timeout=self._patience() if timeout is None else max(0.0, timeout)):
+            raise CommitTimeoutError(f"{call}() waited in vain for another thread's call on this engine", phase="close")
+        try:
+            if self._busy:
+                raise CheckpointError(
+                    f"{call}() was called from within another call on the same engine, by a signal handler or a state_dict()",
+                    phase="config",
+                    hint="set a flag there, and act on it after the call",
                 )
-        return tuple(found)
+            if self._closed and call != "close":
+                raise EngineClosedError("this engine is closed", hint="make a new CheckpointEngine", phase="config")
+            self._busy = True
+            try:
+                yield
+            finally:
+                self._busy = False
+        finally:
+            self._lock.release()
 
-    def _hear(self, failure: Unheard) -> CheckpointError:
-        for entry in tuple(self._failed):
-            if entry[0] <= failure.seq:
-                entry[1].heard = True
-                self._failed.remove(entry)
-        return unpack_error(failure.error)
+    def _refuse_waiting_for_itself(self, call: str) -> None:
+        if self._background.inside():
+            raise CheckpointError(
+                f"{call}() was called by a callback, on the thread that has to commit the saves that it would wait for",
+                phase="config",
+                hint="have the callback tell the trainer's thread to do it",
+            )
+
+    def _patience(self) -> float:
+        return 4 * self.config.commit_timeout + 10
 
     def _at_exit(self) -> None:
         """The threads have been joined by now, hence every save has its verdict; what nobody heard is said at last."""
+        if self._pid != os.getpid():
+            return  # a forked child: the saves, the threads and the directory are its parent's
         try:
             self.close(timeout=self.config.commit_timeout)
         except CommitTimeoutError as error:

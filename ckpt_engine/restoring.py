@@ -109,13 +109,13 @@ class Restorer:
             if not os.path.isdir(path):
                 raise NotCommittedError("there is no such checkpoint directory", path=path, phase="restore")
             return [(None, os.path.abspath(path))]
-        committed = self._directory.steps()
+        committed = self._directory.newest_first()
         if step == "latest":
             if not committed and (stock := self._directory.unverified_steps()):
                 log.warning(
                     "no committed checkpoint; steps %s have no commit record and can be asked for by number", stock
                 )
-            return [(s, self._directory.path_of(s)) for s in reversed(committed)]
+            return [(s, self._directory.path_of(s)) for s in committed]
         if not isinstance(step, int) or isinstance(step, bool):
             raise ConfigError(f'step is {step!r}, expected a step number or "latest"', phase="restore")
         where = self._directory.path_of(step)
@@ -123,7 +123,10 @@ class Restorer:
             if os.path.isdir(where):  # says what is wrong with it (B032)
                 CheckpointSource.open(where, step=step)
             raise NotCommittedError(
-                f"step {step} is not committed; committed are {committed}", step=step, path=where, phase="restore"
+                f"step {step} is not committed; committed are {sorted(committed)}",
+                step=step,
+                path=where,
+                phase="restore",
             )
         return [(step, where)]
 
@@ -135,7 +138,7 @@ class Restorer:
                 source = CheckpointSource.open(path, step=step)
                 flat = flatten(state, rank=self._rank)
                 plan = plan_load(flat, source, self._rank)
-                if not flat.values and self._coordinator.world_size == 1:
+                if not state and self._coordinator.world_size == 1:
                     plan.take_everything(flat, source)
             holder.append((source, flat, plan))
             return pickle.dumps((plan.missing, plan.unused, plan.mismatches, plan.casts))
@@ -199,7 +202,9 @@ class Restorer:
         try:
             return pickle.loads(self._coordinator.decide(tag, payload, checked, phase="restore", step=step))
         except CheckpointError:
-            if original is not None and (isinstance(original, CheckpointError) or not isinstance(original, Exception)):
+            # With several ranks the verdict counts: a rank that went by its own error would fall back to another step.
+            alone = self._coordinator.world_size == 1 and isinstance(original, CheckpointError)
+            if original is not None and (alone or not isinstance(original, Exception)):
                 raise original from None
             raise
 
@@ -376,7 +381,12 @@ def _read(
         if source.commit is None and _optimizer_params(flat, key):
             int_keys.add(key)  # stock metadata doesn't tell; an optimizer's state is keyed by position
         child_paths = {child: tuple(paths.get(child, (child,))) for child in children}
-        empties = {k: path for k, path in _empties(source).items() if path[: len(flat.paths[key])] == flat.paths[key]}
+        within = flat.paths[key]
+        empties = {
+            k: path
+            for k, path in _empties(source).items()
+            if path[: len(within)] == within and not any(c == k or c.startswith(k + ".") for c in children)
+        }
         values = {child: inner[child] for child in children} | {k: {} for k in empties}
         loaded[key] = build_nested(values, child_paths | empties, int_keys, len(flat.paths[key]))
     return size

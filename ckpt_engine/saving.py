@@ -103,8 +103,6 @@ class SaveJob:
 
     def __init__(
         self,
-        seq: int,
-        step: int,
         agreed: Agreed,
         layout: RankLayout,
         handle: SaveHandle,
@@ -116,7 +114,7 @@ class SaveJob:
         config: EngineConfig,
         started: float,
     ) -> None:
-        self.seq, self.step, self.rank, self.world_size = seq, step, rank, world_size
+        self.step, self.rank, self.world_size = handle.step, rank, world_size
         self.save_id, self.directory = agreed.save_id, agreed.directory
         self.plan, self.layout = agreed.plan, layout
         self.train_state = agreed.train_state
@@ -135,7 +133,7 @@ class SaveJob:
             blobs,
             lambda name: os.path.join(self.directory, name),
             pool,
-            step=step,
+            step=handle.step,
             rank=rank,
             directory=self.directory,
             extent_bytes=extent_bytes,

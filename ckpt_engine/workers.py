@@ -40,6 +40,7 @@ class Workers:
         self.copy_threads = config.copy_threads or min(4, os.cpu_count() or 1)
         self.copiers = concurrent.futures.ThreadPoolExecutor(self.copy_threads, "ckpt-copy")
         self.writers = concurrent.futures.ThreadPoolExecutor(self.geometry.writers, "ckpt-write")
+        self._pumps: set[concurrent.futures.Future[None]] = set()
 
     def fit(self) -> None:
         """Looks at the limits again: another process may have grown since, or gone."""
@@ -57,11 +58,18 @@ class Workers:
 
     def write(self, queue: WriteQueue) -> None:
         """Has all writer threads work on a save, from its first extent to its last."""
+        self._pumps = {pump for pump in self._pumps if not pump.done()}
         for _ in range(self.geometry.writers):
-            self.writers.submit(queue.pump)
+            self._pumps.add(self.writers.submit(queue.pump))
 
-    def close(self) -> None:
-        """Waits for the threads and gives the memory back."""
+    def close(self, timeout: float | None = None) -> bool:
+        """Gives threads and memory back.
+
+        Returns:
+            ``False`` if writer threads were still in a call to the storage after ``timeout`` seconds; they go when it answers.
+        """
+        _, stuck = concurrent.futures.wait(self._pumps, timeout)
         self.copiers.shutdown(wait=True)
-        self.writers.shutdown(wait=True)
+        self.writers.shutdown(wait=not stuck)
         self.pool.close()
+        return not stuck

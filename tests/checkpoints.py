@@ -19,7 +19,7 @@ from ckpt_engine.commit.manifest import (
 )
 
 
-def fill(path: str, step: int, save_id: str, *, commit: bool = True, ranks: int = 1) -> None:
+def fill(path: str, step: int, save_id: str, *, commit: bool = True, ranks: int = 1, generation: int = 0) -> None:
     """Writes the files of a checkpoint into ``path``: one shard of ``step + 1`` bytes per rank."""
     os.makedirs(os.path.join(path, "ckpt_engine"), exist_ok=True)
     size = step + 1
@@ -65,6 +65,7 @@ def fill(path: str, step: int, save_id: str, *, commit: bool = True, ranks: int 
         checksum=None,
         parts=tuple(parts),
         files={".metadata": FileEntry(len(metadata), hashlib.sha256(metadata).hexdigest())},
+        generation=generation,
     )
     if commit:
         write(os.path.join(path, "ckpt_engine", "commit.json"), compose_commit(record))
@@ -74,7 +75,7 @@ def save(directory: CheckpointDirectory, step: int, *, save_id: str = "", ranks:
     """Saves a step the way the engine does, and returns its final path."""
     save_id = save_id or uuid.uuid4().hex
     tmp = directory.begin(step, save_id)
-    fill(tmp, step, save_id, ranks=ranks)
+    fill(tmp, step, save_id, ranks=ranks, generation=directory.next_generation())
     final = directory.publish(tmp, step, save_id)
     if track:
         directory.advance_trackers(step, None)

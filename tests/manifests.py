@@ -129,6 +129,8 @@ def sample_commit(part: bytes = b"") -> CommitRecord:
         files={".metadata": FileEntry(90, hashlib.sha256(b"m").hexdigest()), "é.pt": FileEntry(0, "0" * 64)},
         int_keys=("optim.state", ""),
         structure_digest="ab" * 32,
+        empty=(("optim", "state", 0), ("é",)),
+        generation=7,
     )
 
 

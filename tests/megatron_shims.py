@@ -3,6 +3,7 @@
 * ``torch.cuda.synchronize`` and ``torch.cuda.current_device``, which its save path calls unconditionally;
 * ``device="cuda"`` in its fully parallel load and its reuse of cached structures (:class:`CudaMeansCpu`);
 * ``np.product``, which numpy 2 lacks, for versions before 0.16;
+* ``yaml``, which ``megatron.training`` before 0.19 imports for an option that no test uses;
 * ``triton``, which 0.18 and later import unconditionally: an empty stand-in, after torch has found out that there is none.
 """
 
@@ -25,6 +26,8 @@ def use(folder: str) -> None:
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     if not hasattr(np, "product"):
         np.product = np.prod  # type: ignore[attr-defined]
+    if importlib.util.find_spec("yaml") is None:
+        sys.modules["yaml"] = _Anything("yaml")
     if importlib.util.find_spec("triton") is None:
         _stand_in_for_triton()
 

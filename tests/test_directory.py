@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pathlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -203,6 +204,34 @@ def test_a_directory_that_takes_no_files_is_found_before_training(
     assert (caught.value.errno, caught.value.path) == (number, directory.path)
 
 
+def test_a_directory_that_can_be_listed_is_readable_and_nothing_is_made(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "there").mkdir()
+    assert not CheckpointDirectory(tmp_path / "missing").check_readable()
+    assert not CheckpointDirectory(tmp_path / "file").check_readable()
+    there = CheckpointDirectory(tmp_path / "there")
+    inode = os.stat(there.path)
+    real = os.open
+
+    def read_only(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", read_only)
+    assert there.check_readable()
+    assert os.stat(there.path).st_mtime_ns == inode.st_mtime_ns
+    assert sorted(os.listdir(tmp_path)) == ["file", "there"]
+
+    def refuse(path: str) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert not there.check_readable()
+
+
 # -- what counts as a checkpoint ------------------------------------------------------------
 
 
@@ -278,6 +307,63 @@ def test_an_unreadable_record_is_an_error_when_asked_for_and_hides_no_other_step
         directory.committed(2)
     assert (caught.value.step, caught.value.path) == (2, record)
     assert directory.steps() == [1]
+
+
+# -- which is the newest ------------------------------------------------------------
+
+
+def test_the_newest_is_what_was_committed_last(directory: CheckpointDirectory) -> None:
+    """After a rollback to 30, "latest" went by number and was 40, the branch that had been abandoned."""
+    for step in (10, 20, 30, 40, 35):
+        save(directory, step)
+    assert directory.newest_first() == [35, 40, 30, 20, 10]
+    assert directory.steps() == [10, 20, 30, 35, 40]
+    save(directory, 20)  # a step that is saved again is new again
+    assert directory.newest_first() == [20, 35, 40, 30, 10]
+
+
+def test_without_generations_the_newest_goes_by_number(directory: CheckpointDirectory) -> None:
+    for step in (10, 40, 35):
+        fill(directory.path_of(step), step, "aa")
+    fill(directory.path_of(50), 50, "aa", commit=False)
+    assert directory.newest_first() == [40, 35, 10]
+    assert directory.next_generation() == 1
+
+
+def test_generations_go_on_where_the_run_before_ended(directory: CheckpointDirectory) -> None:
+    directory.lock()
+    for step in (10, 20):
+        save(directory, step)
+    record = directory.committed(20)
+    assert record is not None and record.generation == 2
+    directory.unlock()
+    other = CheckpointDirectory(directory.path)
+    other.lock()
+    save(other, 15)
+    other.unlock()
+    directory.lock()  # the same object again: what it had counted is old by now
+    save(directory, 12)
+    assert directory.newest_first() == [12, 15, 20, 10]
+    directory.unlock()
+
+
+def test_under_the_lock_the_directory_is_read_for_the_first_generation_only(
+    directory: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(directory.path_of(5), 5, "aa", generation=41)
+    directory.lock()
+    assert directory.next_generation() == 42
+    monkeypatch.setattr(os, "scandir", lambda path: pytest.fail("it was read again"))
+    given: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: given.extend(directory.next_generation() for _ in range(200))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(given) == list(range(43, 843))
+    directory.unlock()
 
 
 # -- trackers ------------------------------------------------------------

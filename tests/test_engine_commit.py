@@ -165,7 +165,7 @@ def test_a_failed_save_is_raised_by_the_next_save_before_it_does_anything(
         engine.save(state(1), 1).result(30)
         with failing_writes(monkeypatch, lambda: OSError(5, "Input/output error")):
             engine.save(state(2), 2)
-            while not engine._in_flight[0][1].done() if engine._in_flight else False:
+            while engine._background.waiting():
                 time.sleep(0.01)
         with pytest.raises(StorageError) as caught:
             engine.save(state(3), 3)

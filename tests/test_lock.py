@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import logging
 import os
 import pathlib
@@ -11,11 +12,13 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from typing import IO
 
 import pytest
 
+from ckpt_engine.commit import lock as lock_module
 from ckpt_engine.commit.directory import CheckpointDirectory
 from ckpt_engine.errors import ConfigError, DirectoryBusyError, StorageError
 from tests.checkpoints import fill
@@ -93,14 +96,46 @@ def test_the_lock_is_that_of_the_directory_and_not_of_its_path(
         CheckpointDirectory(link).lock()
 
 
-def test_an_engine_that_is_gone_holds_nothing(directory: CheckpointDirectory, tmp_path: pathlib.Path) -> None:
-    other = CheckpointDirectory(tmp_path)
-    other.lock()
-    fd = other._lock._fd
-    assert fd is not None
-    os.close(fd)  # what the kernel does at the end of a process
-    other._lock._fd = None
+@pytest.mark.parametrize("cycle", [False, True])
+def test_one_that_is_dropped_without_a_word_holds_nothing(
+    directory: CheckpointDirectory, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, cycle: bool
+) -> None:
+    """Else a notebook that made a second engine without closing the first had to be restarted."""
+    said: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    before = len(os.listdir("/proc/self/fd"))
+    dropped = CheckpointDirectory(tmp_path)
+    dropped.lock()
+    with pytest.raises(DirectoryBusyError):
+        directory.lock()
+    if cycle:
+        dropped.itself = dropped  # type: ignore[attr-defined]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        del dropped
+        gc.collect()
+    assert (said, caught) == ([], [])
+    assert len(os.listdir("/proc/self/fd")) == before
     directory.lock()
+    gc.collect()
+    with pytest.raises(DirectoryBusyError):  # nothing that is left of the first one unlocks the second
+        CheckpointDirectory(tmp_path).lock()
+
+
+def test_the_lock_is_freed_where_a_forked_worker_has_a_copy_of_its_file(
+    directory: CheckpointDirectory, tmp_path: pathlib.Path
+) -> None:
+    """A child that C code forked runs none of our handlers, and its copy of the descriptor keeps a lock alive."""
+    dropped = CheckpointDirectory(tmp_path)
+    dropped.lock()
+    assert dropped._lock._file is not None
+    copy = os.dup(dropped._lock._file.fd)
+    try:
+        del dropped
+        gc.collect()
+        directory.lock()
+    finally:
+        os.close(copy)
 
 
 def test_another_process_is_kept_out_until_the_holder_is_killed(directory: CheckpointDirectory) -> None:
@@ -125,19 +160,33 @@ def test_a_forked_worker_that_outlives_the_holder_does_not_keep_the_lock(directo
         os.kill(worker, signal.SIGKILL)
 
 
+@pytest.mark.parametrize("how", ["unlock", "drop"])
+@pytest.mark.parametrize("handlers", ["run", "skipped"])
 def test_a_forked_worker_that_ends_does_not_free_the_lock_of_its_parent(
-    directory: CheckpointDirectory, tmp_path: pathlib.Path
+    directory: CheckpointDirectory, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, how: str, handlers: str
 ) -> None:
-    directory.lock()
+    holder = [CheckpointDirectory(tmp_path)]
+    holder[0].lock()
+    if handlers == "skipped":
+        monkeypatch.setattr(lock_module, "_open_files", set())
     worker = os.fork()
     if worker == 0:
+        status = 1
         try:
-            directory.unlock()
+            assert holder[0]._lock.held == (handlers == "skipped")  # as if C code had forked
+            if how == "unlock":
+                holder[0].unlock()
+            else:
+                holder.clear()
+                gc.collect()
+            status = 0
         finally:
-            os._exit(0)
-    os.waitpid(worker, 0)
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == 0
     with pytest.raises(DirectoryBusyError):
-        CheckpointDirectory(tmp_path).lock()
+        directory.lock()
+    holder[0].unlock()
+    directory.lock()
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])

@@ -77,10 +77,19 @@ plain_names = st.text(min_size=1, max_size=20).filter(lambda n: "/" not in n and
     int_keys=st.lists(st.text(max_size=8), max_size=4),
     text=st.text(max_size=20),
     checksum=st.sampled_from([None, "crc32"]),
+    empty=st.lists(st.lists(st.text(max_size=6) | st.integers(0, 99), max_size=4).map(tuple), max_size=4).map(tuple),
+    generation=st.integers(0, 2**63 - 1),
 )
 @settings(max_examples=100, deadline=None)
 def test_a_commit_record_comes_back_as_it_was_composed(
-    step: int, parts: list[FileEntry], files: dict[str, FileEntry], int_keys: list[str], text: str, checksum: str | None
+    step: int,
+    parts: list[FileEntry],
+    files: dict[str, FileEntry],
+    int_keys: list[str],
+    text: str,
+    checksum: str | None,
+    empty: tuple[tuple[str | int, ...], ...],
+    generation: int,
 ) -> None:
     record = CommitRecord(
         step=step,
@@ -94,6 +103,8 @@ def test_a_commit_record_comes_back_as_it_was_composed(
         files=files,
         int_keys=tuple(int_keys),
         structure_digest=text,
+        empty=empty,
+        generation=generation,
     )
     assert parse_commit(compose_commit(record), path=COMMIT_PATH) == record
 
@@ -210,6 +221,12 @@ def test_unknown_keys_of_the_same_format_are_let_through() -> None:
     assert parse_commit(seal(record), path=COMMIT_PATH).step == 100
 
 
+def test_a_record_from_before_generations_and_empty_mappings_is_read() -> None:
+    record = json.loads(compose_commit(sample_commit()))["record"]
+    assert (record.pop("generation"), record["structure"].pop("empty")) == (7, [["optim", "state", 0], ["é"]])
+    assert parse_commit(seal(record), path=COMMIT_PATH) == dataclasses.replace(sample_commit(), generation=0, empty=())
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [("save_id", "other"), ("step", 101), ("world_size", 3), ("checksum", None)]
 )
@@ -236,6 +253,11 @@ def test_a_commit_record_that_could_not_be_read_back_is_not_composed() -> None:
         compose_commit(dataclasses.replace(sample_commit(), world_size=3))
     with pytest.raises(CorruptionError, match="step"):
         compose_commit(dataclasses.replace(sample_commit(), step=-1))
+    with pytest.raises(CorruptionError, match="generation"):
+        compose_commit(dataclasses.replace(sample_commit(), generation=-1))
+    wrong: Any = ((None,),)
+    with pytest.raises(CorruptionError, match=r"structure\.empty"):
+        compose_commit(dataclasses.replace(sample_commit(), empty=wrong))
 
 
 def test_part_names_have_five_digits_at_least() -> None:

@@ -259,6 +259,22 @@ COMMIT_LIES: list[tuple[tuple[str | int, ...], Any]] = [
     (("structure", "int_keys"), [1]),
     (("structure", "int_keys"), "ab"),
     (("structure", "digest"), None),
+    (("structure", "empty"), None),
+    (("structure", "empty"), "ab"),
+    (("structure", "empty"), {}),
+    (("structure", "empty", 0), "optim.state"),
+    (("structure", "empty", 0), None),
+    (("structure", "empty", 0, 2), True),
+    (("structure", "empty", 0, 2), 0.0),
+    (("structure", "empty", 0, 2), None),
+    (("structure", "empty", 1, 0), ["é"]),
+    (("generation",), -1),
+    (("generation",), None),
+    (("generation",), True),
+    (("generation",), 7.0),
+    (("generation",), "7"),
+    (("generation",), 2**63),
+    (("generation",), [7]),
 ]
 
 

@@ -63,6 +63,7 @@ def test_changes_after_schedule_never_show(ranks: Ranks, kind: str) -> None:
 
 
 def test_a_state_larger_than_the_budget_streams_through_it(ranks: Ranks) -> None:
+    """B010: the whole shard would have to fit into host memory twice."""
     for result in each(ranks, "larger_than_the_budget"):
         assert result["problems"] == []
         assert 0 < result["peak"] <= BUDGET and result["mapped"] <= BUDGET

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import pathlib
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
 from ckpt_engine.commit.directory import CheckpointDirectory
-from ckpt_engine.errors import ConfigError, StorageError
+from ckpt_engine.errors import ConfigError, StepExistsError, StorageError
 from ckpt_engine.storage import fs
 from tests.checkpoints import fill, save, write
+from tests.manifests import seal
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -123,32 +126,167 @@ def test_replacing_a_step_is_atomic_for_readers(
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
-@pytest.mark.parametrize("before", ["committed", "uncommitted", "empty", "file", "symlink"])
+@pytest.mark.parametrize("before", ["committed", "uncommitted", "damaged", "empty", "shards", "cut off", "Megatron"])
 def test_whatever_had_the_final_name_is_replaced_and_removed(
     directory: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch, before: str, can_exchange: bool
 ) -> None:
     if not can_exchange:
         monkeypatch.setattr(fs, "exchange", lambda a, b: False)
     final = directory.path_of(100)
-    elsewhere = os.path.join(os.path.dirname(directory.path), "elsewhere")
     if before == "committed":
         save(directory, 100, save_id="aaaa", track=False)
     elif before == "uncommitted":
         fill(final, 100, "aaaa", commit=False)
-    elif before == "empty":
-        os.mkdir(final)
-    elif before == "file":
-        write(final, b"x")
+    elif before == "damaged":
+        write(os.path.join(save(directory, 100, track=False), "ckpt_engine", "commit.json"), b"{}")
     else:
-        fill(elsewhere, 100, "aaaa")
-        os.symlink(elsewhere, final)
+        os.mkdir(final)
+    files = {
+        "shards": ["__0_0.distcp", "__1_0.distcp"],
+        "cut off": ["__0_0.distcp", ".metadata.tmp", f"{fs.TEMP_PREFIX}01", ".nfs0000000000000001"],
+        "Megatron": [
+            "__0_0.distcp",
+            "common.pt",
+            "metadata.json",
+            "integrity.json",
+            "train_state.pt",
+            "run_config.yaml",
+        ],
+    }
+    for name in files.get(before, []):
+        write(os.path.join(final, name), b"x")
+    assert directory.foreign(100) is None
     save(directory, 100, save_id="bbbb", track=False)
     record = directory.committed(100)
     assert record is not None and record.save_id == "bbbb"
     assert directory.shortage(100, record) is None
     assert os.listdir(directory.path) == ["iter_0000100"]
-    if before == "symlink":
-        assert sorted(os.listdir(elsewhere)) == [".metadata", "__0_0.distcp", "ckpt_engine"]
+
+
+def as_stock(final: str) -> None:
+    os.mkdir(final)
+    for name in ("__0_0.distcp", ".metadata"):
+        write(os.path.join(final, name), b"x")
+
+
+def as_stock_per_rank(final: str) -> None:
+    """Stock DCP without collectives."""
+    os.mkdir(final)
+    for name in ("__0_0.distcp", "__0.metadata"):
+        write(os.path.join(final, name), b"x")
+
+
+def as_ours_of_another_step(final: str) -> None:
+    fill(final, 7, "aaaa")
+
+
+def as_ours_with(name: str, *, commit: bool) -> Callable[[str], None]:
+    def make(final: str) -> None:
+        fill(final, 100, "aaaa", commit=commit)
+        write(os.path.join(final, name), b"precious")
+
+    return make
+
+
+def as_shards_with_folder(final: str) -> None:
+    os.makedirs(os.path.join(final, "mine.tmp"))
+    write(os.path.join(final, "__0_0.distcp"), b"x")
+    write(os.path.join(final, "mine.tmp", "precious"), b"x")
+
+
+def as_shards_with_link(final: str) -> None:
+    os.mkdir(final)
+    os.symlink("../elsewhere", os.path.join(final, "ckpt_engine"))
+
+
+def as_link(final: str) -> None:
+    elsewhere = os.path.join(os.path.dirname(os.path.dirname(final)), "elsewhere")
+    fill(elsewhere, 100, "aaaa")
+    os.symlink(elsewhere, final)
+
+
+def as_link_to_nothing(final: str) -> None:
+    os.symlink("nothing", final)
+
+
+def as_file(final: str) -> None:
+    write(final, b"precious")
+
+
+def as_newer_format(final: str) -> None:
+    fill(final, 100, "aaaa")
+    name = os.path.join(final, "ckpt_engine", "commit.json")
+    record = json.loads(pathlib.Path(name).read_bytes())["record"]
+    write(name, seal({**record, "format": 2}))
+
+
+def as_unreadable(final: str) -> None:
+    fill(final, 100, "aaaa", commit=False)
+    os.mkdir(os.path.join(final, "ckpt_engine", "commit.json"))
+
+
+FOREIGN: dict[str, tuple[Callable[[str], None], str]] = {
+    "stock": (as_stock, "complete checkpoint of another writer"),
+    "stock, per rank": (as_stock_per_rank, "'__0.metadata', which is no file of a checkpoint"),
+    "another step": (as_ours_of_another_step, "complete checkpoint of step 7"),
+    "notes in a committed one": (as_ours_with("notes.txt", commit=True), "'notes.txt', which"),
+    "notes in a partial one": (as_ours_with("notes.txt", commit=False), "'notes.txt', which"),
+    "a folder": (as_shards_with_folder, "'mine.tmp', which"),
+    "a link inside": (as_shards_with_link, "'ckpt_engine', which"),
+    "a link": (as_link, "symbolic link"),
+    "a broken link": (as_link_to_nothing, "symbolic link"),
+    "a file": (as_file, "not a directory"),
+    "newer": (as_newer_format, "newer engine"),
+    "unreadable": (as_unreadable, "can't be read"),
+}
+
+
+def everything_in(root: pathlib.Path) -> dict[str, bytes | str]:
+    found: dict[str, bytes | str] = {}
+    for path in root.rglob("*"):
+        found[str(path)] = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else ""
+    return found
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_is_not_ours_is_never_replaced(
+    directory: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch, kind: str, can_exchange: bool
+) -> None:
+    """A save destroyed a stock checkpoint, with somebody's notes in it, since it had the name of the step."""
+    if not can_exchange:
+        monkeypatch.setattr(fs, "exchange", lambda a, b: False)
+    make, reason = FOREIGN[kind]
+    final = directory.path_of(100)
+    make(final)
+    root = pathlib.Path(directory.path).parent
+    before = everything_in(root)
+    assert reason in (directory.foreign(100) or "")
+    tmp = directory.begin(100, "new")
+    fill(tmp, 100, "new")
+    with pytest.raises(StepExistsError, match=reason) as caught:
+        directory.publish(tmp, 100, "new")
+    assert (caught.value.step, caught.value.path, caught.value.phase) == (100, final, "publish")
+    assert caught.value.hint
+    directory.discard(tmp)
+    assert everything_in(root) == before
+
+
+def test_a_step_that_is_free_is_not_foreign(directory: CheckpointDirectory, tmp_path: pathlib.Path) -> None:
+    assert directory.foreign(100) is None
+    assert CheckpointDirectory(tmp_path / "none").foreign(100) is None
+
+
+def test_what_can_not_be_looked_into_is_foreign(
+    directory: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkdir(directory.path_of(100))
+
+    def refuse(path: str) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert directory.foreign(100) == "can't be looked into (Permission denied)"
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])

@@ -84,7 +84,7 @@ def test_the_last_good_one_stays_while_its_successor_is_on_its_way(directory: Ch
     assert directory.retire(500, 1, None) == []
     assert (directory.steps(), directory.tracked_step()) == ([500], 500)
     assert directory.retire(1000, 1, None) == []  # not committed, whatever the caller says
-    fill(tmp, 1000, "cafe")
+    fill(tmp, 1000, "cafe", generation=directory.next_generation())
     directory.publish(tmp, 1000, "cafe")
     assert directory.retire(1000, 1, None) == []  # the tracker still reads 500
     assert directory.steps() == [500, 1000]
@@ -116,8 +116,6 @@ def test_the_tracker_names_a_whole_checkpoint_at_all_times_whatever_the_order(di
     """B053: 20, 30 and 40 are on their way and finish as 20, 40, 30, while removals take long."""
     commit_and_retire(directory, 10, 1)
     flying = {step: directory.begin(step, f"id{step}") for step in (20, 30, 40)}
-    for step, tmp in flying.items():
-        fill(tmp, step, f"id{step}")
     stop = threading.Event()
     samples: list[int | None] = []
     bad: list[int | None] = []
@@ -141,6 +139,7 @@ def test_the_tracker_names_a_whole_checkpoint_at_all_times_whatever_the_order(di
     sampler.start()
     removers = []
     for step in (20, 40, 30):
+        fill(flying[step], step, f"id{step}", generation=directory.next_generation())
         directory.publish(flying[step], step, f"id{step}")
         directory.advance_trackers(step, None)
         removers.append(threading.Thread(target=slow_removal, args=(directory.retire(step, 1, None),)))
@@ -256,6 +255,25 @@ def test_steps_newer_than_the_committed_one_stay(directory: CheckpointDirectory)
     assert directory.steps() == [150, 200, 300]
 
 
+def test_after_a_rollback_the_live_branch_is_kept_and_not_the_abandoned_one(directory: CheckpointDirectory) -> None:
+    """10 to 40, back to 30, then 35 and 45: by number, 40 was kept for one of the two newest, and 35 removed."""
+    for step in (10, 20, 30, 40):
+        commit_and_retire(directory, step, 2)
+    assert directory.steps() == [30, 40]
+    commit_and_retire(directory, 35, 2)
+    assert directory.steps() == [30, 35, 40]
+    commit_and_retire(directory, 45, 2)
+    assert directory.steps() == [35, 45]
+
+
+def test_checkpoints_from_before_generations_are_older_than_any_other(directory: CheckpointDirectory) -> None:
+    for step in (100, 200, 300):
+        fill(directory.path_of(step), step, "aa")
+    commit_and_retire(directory, 150, 2)
+    commit_and_retire(directory, 350, 3)
+    assert directory.newest_first() == [350, 150, 300]
+
+
 def test_a_damaged_checkpoint_does_not_cost_the_last_good_one(directory: CheckpointDirectory) -> None:
     """B032, B002: 20 lost a shard; counted as kept, it would let 10 go."""
     save(directory, 10)
@@ -355,6 +373,18 @@ def test_a_replaced_checkpoint_goes_if_the_step_has_a_newer_one(directory: Check
     assert names(directory) == ["iter_0000007"]
     record = directory.committed(7)
     assert record is not None and record.save_id == "new"
+
+
+def test_putting_a_checkpoint_back_destroys_nothing_foreign(
+    directory: CheckpointDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = os.path.join(directory.path, "iter_0000007.old-aa")
+    fill(old, 7, "aa")
+    os.mkdir(directory.path_of(7))
+    write(os.path.join(directory.path_of(7), ".metadata"), b"stock")
+    assert directory.clear_leftovers() == []
+    assert os.listdir(directory.path_of(7)) == [".metadata"]
+    assert os.path.isdir(old) and "another writer" in caplog.text
 
 
 @pytest.mark.parametrize("which", ["old", "final"])

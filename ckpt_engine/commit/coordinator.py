@@ -289,6 +289,15 @@ class Coordinator:
 
         return self._call(work, timeout=None, phase="vote", step=None)
 
+    def failed(self, tag: str) -> CheckpointError | None:
+        """The error of a round that failed before this rank has taken part in it; ``None`` if it hasn't. Doesn't wait."""
+
+        def work(call: Call) -> bytes | None:
+            return self._client.read([f"{tag}/v"])[0] if self._client.has(f"{tag}/v") else None
+
+        verdict = self._call(work, timeout=None, phase="vote", step=None)
+        return unpack_error(verdict[1:]) if verdict is not None and verdict[:1] == _FAILED else None
+
     # -- what is done at the store ----------------------------------------------------------------------------------
 
     def _gather(

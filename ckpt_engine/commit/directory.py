@@ -11,7 +11,10 @@
 
 A step becomes visible by one rename, after its commit record is in: whoever lists or opens ``iter_N`` at any time finds
 a committed checkpoint or none, also while a step is replaced. What a kill leaves behind has a passing name that no
-reader takes for a checkpoint, and :meth:`CheckpointDirectory.clear_leftovers` of the next run removes it.
+reader takes for a checkpoint, and :meth:`CheckpointDirectory.clear_leftovers` of the next run removes it. A save never
+replaces what is not ours (:meth:`CheckpointDirectory.foreign`).
+
+Each commit carries a number, its generation. "The newest" goes by it, since step numbers start again after a rollback.
 
 Retention and the clearing of leftovers are in ``retention``. Not here: what is inside a checkpoint, beyond its sizes.
 """
@@ -37,7 +40,7 @@ from ckpt_engine.commit.names import (
     parse_step,
     step_name,
 )
-from ckpt_engine.errors import ConfigError, StorageError
+from ckpt_engine.errors import ConfigError, StepExistsError, StorageError
 from ckpt_engine.storage import fs
 
 __all__ = ["CheckpointDirectory", "parse_step", "step_name"]
@@ -63,6 +66,8 @@ class CheckpointDirectory:
         self.path = absolute_directory(path)
         self._lock = DirectoryLock(self.path)
         self._removals = threading.Lock()
+        self._counting = threading.Lock()
+        self._generation: int | None = None  # of the latest commit, as far as it is known
 
     def path_of(self, step: int) -> str:
         return os.path.join(self.path, step_name(step))
@@ -102,13 +107,25 @@ class CheckpointDirectory:
                 hint="give a directory that this user may write to",
             ) from error
 
+    def check_readable(self) -> bool:
+        """Whether the directory exists and can be listed. Writes nothing, so it also serves a read-only file system."""
+        try:
+            with os.scandir(self.path) as entries:
+                next(entries, None)
+        except OSError:
+            return False
+        return True
+
     def lock(self) -> None:
         """Keeps other engines from writing here until :meth:`unlock`, or until this process dies. Never waits.
 
         Raises:
             DirectoryBusyError: another engine, in this process or another one, holds the lock.
         """
-        self._lock.acquire()
+        with self._counting:
+            if not self._lock.held:
+                self._generation = None  # another engine may have committed since
+            self._lock.acquire()
 
     def unlock(self) -> None:
         """Idempotent."""
@@ -137,6 +154,30 @@ class CheckpointDirectory:
             fs.make_directory(os.path.join(path, PART_DIRECTORY))
         return path
 
+    def next_generation(self) -> int:
+        """The number for the next commit: one more than any commit here has, and than any that was given before.
+
+        While the lock is held, the directory is read for the first one only.
+
+        Raises:
+            StorageError: the directory can't be listed.
+        """
+        with self._counting:
+            if self._generation is None or not self._lock.held:
+                found = [record.generation for _, record in self._newest_first()]
+                self._generation = max([*found, self._generation or 0])
+            self._generation += 1
+            return self._generation
+
+    def foreign(self, step: int) -> str | None:
+        """Why a save of ``step`` would destroy something that isn't ours, in words; ``None`` if it wouldn't.
+
+        Foreign are a symbolic link or a file with the name of the step, a complete checkpoint that another writer made,
+        or that is of another step, and a directory with anything in it that no checkpoint writer makes. A checkpoint of
+        ours, committed or cut off, and what another writer left incomplete are not.
+        """
+        return listing.foreign(self.path_of(step), step)
+
     def publish(self, tmp: str, step: int, save_id: str) -> str:
         """Gives a finished save its final name; what had that name before is replaced in one step and then removed.
 
@@ -148,9 +189,18 @@ class CheckpointDirectory:
 
         Raises:
             StorageError: the file system refused. The earlier checkpoint is in its place then.
+            StepExistsError: what has the final name is :meth:`foreign`.
         """
         self._check_temporary(tmp)
         final = self.path_of(step)
+        if (reason := self.foreign(step)) is not None:
+            raise StepExistsError(
+                f"{os.path.basename(final)} {reason}, and is not replaced",
+                step=step,
+                path=final,
+                phase="publish",
+                hint="move it away, or save under another step or to another directory",
+            )
         replaced: str | None = None
         with _storage_errors(step, final, "publish"):
             # The entries of shard files were made by other threads and ranks; the rename must not overtake them.
@@ -233,6 +283,13 @@ class CheckpointDirectory:
         """Committed steps, ascending. Goes by the commit records alone; :meth:`shortage` compares sizes."""
         found = listing.step_entries(self.path)
         return [step for step, _ in found if listing.commit_or_warn(self.path_of(step), step) is not None]
+
+    def newest_first(self) -> list[int]:
+        """Committed steps by the order of their commits, the latest first. After a rollback to 30 that is 35, 40, 30."""
+        return [step for step, _ in self._newest_first()]
+
+    def _newest_first(self) -> list[tuple[int, CommitRecord]]:
+        return listing.newest_first(self.path, (step for step, _ in listing.step_entries(self.path)))
 
     def unverified_steps(self) -> list[int]:
         """Steps with a ``.metadata`` but no commit record, ascending: written by stock DCP."""

@@ -1,16 +1,18 @@
 """What stands in a checkpoint directory: which steps, which of them are committed, and whether their files are whole.
 
 Reads names, sizes and commit records, never data. A checkpoint is taken for one because of its commit record, not
-because of its name or of a ``.metadata`` in it.
+because of its name or of a ``.metadata`` in it. Nor is a directory taken for our own left-over because of its name:
+:func:`foreign` tells what a save must not replace.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable
 
 from ckpt_engine.commit.manifest import COMMIT_NAME, CommitRecord, parse_commit
-from ckpt_engine.commit.names import PART_DIRECTORY, parse_step
+from ckpt_engine.commit.names import PART_DIRECTORY, is_writers_file, parse_step, step_name
 from ckpt_engine.errors import CheckpointError, CorruptionError, StorageError
 from ckpt_engine.storage import fs
 
@@ -74,6 +76,13 @@ def commit_or_warn(path: str, step: int) -> CommitRecord | None:
         return None
 
 
+def newest_first(root: str, steps: Iterable[int]) -> list[tuple[int, CommitRecord]]:
+    """Those of ``steps`` that are committed, the one committed last first; by number where nobody counted commits."""
+    records = ((step, commit_or_warn(os.path.join(root, step_name(step)), step)) for step in steps)
+    found = [(step, record) for step, record in records if record is not None]
+    return sorted(found, key=lambda pair: (pair[1].generation, pair[0]), reverse=True)
+
+
 def shortage(path: str, record: CommitRecord) -> str | None:
     """The first file of a committed checkpoint that is missing or has another size than recorded, in words."""
     listed = {os.path.join(PART_DIRECTORY, part.name): part.bytes for part in record.parts}
@@ -90,6 +99,44 @@ def shortage(path: str, record: CommitRecord) -> str | None:
     if shards < record.bytes:
         return f"the shard files have {shards} bytes, expected {record.bytes}"
     return None
+
+
+def foreign(path: str, step: int) -> str | None:
+    """Why a save of ``step`` must not replace what stands at its final name ``path``; ``None`` if it may.
+
+    It may replace nothing, an empty folder, a checkpoint of ours, and what a writer that was cut off left behind. What is
+    complete in another way, or holds a file that no checkpoint writer makes, is somebody's: it is gone for good once a
+    save has replaced it. What can't be looked at counts as foreign, too.
+    """
+    if os.path.islink(path):
+        return "is a symbolic link"
+    names: set[str] = set()
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                names.add(entry.name)
+                ours = entry.name == PART_DIRECTORY and entry.is_dir(follow_symlinks=False)
+                if not ours and not (is_writers_file(entry.name) and entry.is_file(follow_symlinks=False)):
+                    return f"holds {entry.name!r}, which is no file of a checkpoint"
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError:
+        return "is not a directory"
+    except OSError as error:
+        return f"can't be looked into ({error.strerror})"
+    if PART_DIRECTORY not in names:
+        return "holds a complete checkpoint of another writer" if ".metadata" in names else None
+    name = os.path.join(path, PART_DIRECTORY, COMMIT_NAME)
+    try:
+        with open(name, "rb") as file:
+            found = parse_commit(file.read(), path=name).step
+    except (FileNotFoundError, CorruptionError):
+        return None
+    except OSError as error:
+        return f"has a commit record that can't be read ({error.strerror})"
+    except CheckpointError as error:
+        return f"was written by a newer engine ({error.message})"
+    return f"holds a complete checkpoint of step {found}" if found != step else None
 
 
 def remove_quietly(path: str) -> bool:

@@ -1,8 +1,8 @@
 """One writer per checkpoint directory: an advisory ``flock`` on a file in it.
 
 The lock belongs to an open file, so it also keeps out a second engine in the same process, and the kernel frees it when
-the holder dies, however it dies. The file stays; its content (who holds it) is only for the message that the other one
-gets.
+the holder dies, however it dies. It is also freed when the holder is garbage collected. The file stays; its content (who
+holds it) is only for the message that the other one gets.
 
 It does not order the ranks of one job (only rank 0 locks), and readers never take it.
 """
@@ -14,6 +14,7 @@ import fcntl
 import logging
 import os
 import weakref
+from collections.abc import Callable
 
 from ckpt_engine.errors import DirectoryBusyError, StorageError
 
@@ -25,22 +26,49 @@ LOCK_NAME = ".ckpt_engine.lock"
 _UNSUPPORTED = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
+class _LockFile:
+    """The open lock file. Outlives its :class:`DirectoryLock` by the moment that it takes to close it."""
+
+    def __init__(self, path: str) -> None:
+        # O_NOFOLLOW: a planted link must not make us truncate somebody's file.
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        self.closed = False
+        self._path = path
+        self._process = os.getpid()
+        _open_files.add(self)
+
+    def close(self) -> None:
+        """Unlocks and closes. Idempotent. In a forked child it only closes, for unlocking would unlock for the parent."""
+        _open_files.discard(self)
+        if self.closed:
+            return
+        self.closed = True
+        if os.getpid() == self._process:
+            try:
+                # Not by closing alone: a child forked by C code may hold a copy of the descriptor, and with it the lock.
+                fcntl.flock(self.fd, fcntl.LOCK_UN)
+            except OSError:
+                log.debug("%s: unlock failed", self._path, exc_info=True)
+        os.close(self.fd)
+
+
 class DirectoryLock:
     """The lock of one directory. Not thread-safe by itself; its owner calls it from one thread at a time."""
 
     def __init__(self, directory: str) -> None:
         self._path = os.path.join(directory, LOCK_NAME)
-        self._fd: int | None = None
+        self._file: _LockFile | None = None
+        self._close: Callable[[], object] = _nothing
         self._exclusive = False
 
     @property
     def held(self) -> bool:
-        return self._fd is not None
+        return self._file is not None and not self._file.closed
 
     @property
     def exclusive(self) -> bool:
         """Whether no other engine can be writing: held, on a file system that has locks."""
-        return self._fd is not None and self._exclusive
+        return self.held and self._exclusive
 
     def acquire(self) -> None:
         """Takes the lock, or does nothing if this object holds it. Never waits.
@@ -49,22 +77,24 @@ class DirectoryLock:
             DirectoryBusyError: somebody else holds it; the message says who, as far as the file tells.
             StorageError: the lock file can't be opened.
         """
-        if self._fd is not None:
+        if self.held:
             return
         try:
-            # O_NOFOLLOW: a planted link must not make us truncate somebody's file.
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            file = _LockFile(self._path)
         except OSError as error:
             raise StorageError(
                 f"the lock file can't be opened: {error.strerror}", path=self._path, phase="plan", errno=error.errno
             ) from error
+        # An engine that is dropped without close() must not keep the directory for as long as the process lives.
+        finalizer = weakref.finalize(self, file.close)
+        # At interpreter exit saves may still be on their way, and the kernel unlocks after the last of them.
+        finalizer.atexit = False
         try:
-            self._exclusive = self._lock(fd)
+            self._exclusive = self._lock(file.fd)
         except BaseException:
-            os.close(fd)
+            finalizer()
             raise
-        self._fd = fd
-        _held.add(self)
+        self._file, self._close = file, finalizer
 
     def _lock(self, fd: int) -> bool:
         try:
@@ -92,34 +122,24 @@ class DirectoryLock:
 
     def release(self) -> None:
         """Gives the lock back. Idempotent."""
-        fd, self._fd = self._fd, None
-        _held.discard(self)
-        if fd is None:
-            return
-        try:
-            # Not by closing alone: a child forked by C code may hold a copy of the descriptor, and with it the lock.
-            fcntl.flock(fd, fcntl.LOCK_UN)
-        except OSError:
-            log.debug("%s: unlock failed", self._path, exc_info=True)
-        os.close(fd)
-
-    def _forget(self) -> None:
-        fd, self._fd = self._fd, None
-        if fd is not None:
-            os.close(fd)  # and no LOCK_UN, which would unlock for the parent too
+        self._close()
+        self._file, self._close = None, _nothing
 
 
-_held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
+def _nothing() -> None:
+    pass
 
 
-def _forget_in_child() -> None:
-    for lock in tuple(_held):
-        lock._forget()
-    _held.clear()
+_open_files: set[_LockFile] = set()
+
+
+def _close_in_child() -> None:
+    for file in tuple(_open_files):
+        file.close()
 
 
 # A DataLoader worker that outlives a killed trainer would otherwise keep the directory locked for the restarted job.
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _read_holder(fd: int) -> str:

@@ -13,11 +13,12 @@
      "save_id": "9f..", "step": 100,                    "step": 100, "save_id": "9f..", "world_size": 2,
      "rank": 0, "world_size": 2,                        "bytes": 8192, "created": "2026-..", "engine": "0.1.0",
      "checksum": "crc32" | null,                        "checksum": "crc32" | null,
-     "files": [{"name": "__0_0.distcp",                 "parts": [{"rank": 0, "name": "rank-00000.json",
-                "bytes": 4096}, ...],                               "bytes": 700, "sha256": "4c.."}, ...],
-     "items": {"fqn": [..], "chunk": [..], ...},        "files": {".metadata": {"bytes": 90, "sha256": ".."}},
-     "crc32": "8 hex digits per item",                  "structure": {"int_keys": [..], "empty": [..],
-     "frame_crc32": "8 hex digits per item"}          "sha256": "of the record, as it stands between the braces"}
+     "files": [{"name": "__0_0.distcp",                 "generation": 7,
+                "bytes": 4096}, ...],                   "parts": [{"rank": 0, "name": "rank-00000.json",
+     "items": {"fqn": [..], "chunk": [..], ...},                    "bytes": 700, "sha256": "4c.."}, ...],
+     "crc32": "8 hex digits per item",                  "files": {".metadata": {"bytes": 90, "sha256": ".."}},
+     "frame_crc32": "8 hex digits per item"}            "structure": {"int_keys": [..], "empty": [..], "digest": ".."}},
+                                                      "sha256": "of the record, as it stands between the braces"}
 
     an item in its shard file
     ... | header | payload ........ | tail | padding | next item ...
@@ -92,6 +93,8 @@ class CommitRecord:
         int_keys: prefixes of mappings with int keys.
         empty: paths of empty mappings, which flat keys can't express (dict keys as str, list positions as int).
         structure_digest: equal for equal names, shapes and dtypes.
+        generation: counts the commits of a directory, from 1; 0 where nobody counted (older records). After a rollback
+            it tells the live branch from the abandoned one, whose step numbers are higher.
     """
 
     step: int
@@ -106,6 +109,7 @@ class CommitRecord:
     int_keys: tuple[str, ...] = ()
     structure_digest: str = ""
     empty: tuple[tuple[str | int, ...], ...] = ()
+    generation: int = 0
 
 
 class PartFile(NamedTuple):
@@ -303,6 +307,7 @@ def compose_commit(record: CommitRecord) -> bytes:
         "created": record.created,
         "engine": record.engine,
         "checksum": record.checksum,
+        "generation": record.generation,
         "parts": [entry._asdict() for entry in record.parts],
         "files": {name: entry._asdict() for name, entry in record.files.items()},
         "structure": {
@@ -352,7 +357,7 @@ def parse_commit(data: bytes, *, path: str) -> CommitRecord:
     int_keys = reader.want(structure, "int_keys", list)
     if not all(type(key) is str for key in int_keys):
         reader.fail("structure.int_keys holds something that is not a string")
-    empty = reader.want(structure, "empty", list)
+    empty = reader.want(structure, "empty", list) if "empty" in structure else []  # as in the first records
     if not all(type(path) is list and all(type(part) in (str, int) for part in path) for path in empty):
         reader.fail("structure.empty holds something that is not a path")
     parts = [_part_entry(reader, entry, rank) for rank, entry in enumerate(reader.want(record, "parts", list))]
@@ -375,6 +380,7 @@ def parse_commit(data: bytes, *, path: str) -> CommitRecord:
         int_keys=tuple(int_keys),
         empty=tuple(map(tuple, empty)),
         structure_digest=reader.want(structure, "digest", str),
+        generation=reader.natural(record, "generation") if "generation" in record else 0,
     )
 
 

@@ -22,6 +22,13 @@ PART_DIRECTORY = "ckpt_engine"
 #: Start of the names of files that only test whether the directory can be written to.
 PROBE_PREFIX = ".ckpt_engine.probe-"
 
+#: Everything that the checkpoint writers whose directories we know (ours, stock DCP, Megatron) put next to the folder.
+_WRITER_FILES = frozenset(
+    {".metadata", "common.pt", "metadata.json", "integrity.json", "train_state.pt", "run_config.yaml"}
+)
+_WRITER_SUFFIXES = (".distcp", ".tmp")
+_PASSING_PREFIXES = (".ckpt_engine.", ".nfs")  # half-written by us; open and deleted on NFS
+
 _STEP = re.compile(r"iter_([0-9]{7,19})")
 _LEFTOVER = re.compile(r"(iter_[0-9]{7,19})\.(tmp|old|deleting)-[0-9A-Za-z_-]+")
 _SAVE_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
@@ -58,6 +65,11 @@ def parse_leftover(name: str) -> Leftover | None:
     match = _LEFTOVER.fullmatch(name)
     step = parse_step(match[1]) if match is not None else None
     return Leftover(step, match[2]) if match is not None and step is not None else None
+
+
+def is_writers_file(name: str) -> bool:
+    """Whether a file in a checkpoint may have been made by a checkpoint writer, so that it isn't somebody's own."""
+    return name in _WRITER_FILES or name.endswith(_WRITER_SUFFIXES) or name.startswith(_PASSING_PREFIXES)
 
 
 def aside_name(step: int, kind: str, token: str) -> str:

@@ -29,8 +29,9 @@ def retire(root: str, committed_step: int, tracked: int | None, keep_last: int, 
 
     Only steps up to ``committed_step`` are looked at: a newer number is another run's, or one that a rollback left. The
     newest ``keep_last`` of them that are complete stay, and ``committed_step``, ``tracked`` and the multiples of
-    ``keep_every``. One that is committed but lacks bytes doesn't count as kept, or a single damaged checkpoint would
-    cost the last good one.
+    ``keep_every``. Newest is what was committed last, or a branch that a rollback abandoned would be kept instead of the
+    live one. One that is committed but lacks bytes doesn't count as kept, or a single damaged checkpoint would cost the
+    last good one.
 
     Returns:
         The paths that are to be removed now.
@@ -39,17 +40,13 @@ def retire(root: str, committed_step: int, tracked: int | None, keep_last: int, 
     if listing.commit_or_warn(own, committed_step) is None:
         log.warning("nothing is retired: step %d is not committed in %s", committed_step, root)
         return []
+    candidates = [step for step, real in listing.step_entries(root) if real and step <= committed_step]
     kept = 0
     aside: list[str] = []
-    for step, real in reversed(listing.step_entries(root)):
+    for step, record in listing.newest_first(root, candidates):
         path = os.path.join(root, step_name(step))
-        if step > committed_step or not real:
-            continue
         protected = step in (committed_step, tracked) or (keep_every is not None and step % keep_every == 0)
         if protected and kept >= keep_last:
-            continue
-        record = listing.commit_or_warn(path, step)
-        if record is None:
             continue
         if kept < keep_last:
             lacking = listing.shortage(path, record)
@@ -136,6 +133,9 @@ def _put_back(root: str, path: str, step: int) -> bool:
     try:
         if listing.read_commit(path, step) is None or listing.read_commit(final, step) is not None:
             return False
+        if (reason := listing.foreign(final, step)) is not None:
+            log.warning("%s is left as it is: %s %s", path, final, reason)
+            return True
         blocking = _set_aside(root, final, step) if os.path.lexists(final) else None
         os.rename(path, final)
         fs.fsync_dir(root)

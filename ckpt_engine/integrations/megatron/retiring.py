@@ -6,12 +6,12 @@ before each save. Only its own deletions are caught; whatever else it wants of `
 
 from __future__ import annotations
 
-import functools
 import logging
 import multiprocessing
 import os
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from ckpt_engine.commit.manifest import COMMIT_NAME
@@ -41,7 +41,7 @@ def restore() -> None:
 class _Multiprocessing:
     """The module ``multiprocessing`` with other contexts."""
 
-    def __init__(self, deletion: Any) -> None:
+    def __init__(self, deletion: Callable[..., Any]) -> None:
         self._deletion = deletion
 
     def __getattr__(self, name: str) -> Any:
@@ -54,7 +54,7 @@ class _Multiprocessing:
 class _Context:
     """A context whose ``Process`` is a thread for one target."""
 
-    def __init__(self, context: Any, deletion: Any) -> None:
+    def __init__(self, context: Any, deletion: Callable[..., Any]) -> None:
         self._context = context
         self._deletion = deletion
 
@@ -64,8 +64,9 @@ class _Context:
     def Process(self, *arguments: Any, **options: Any) -> Any:  # the name is multiprocessing's
         if arguments or options.get("target") is not self._deletion:
             return self._context.Process(*arguments, **options)
+        where = options.get("args", ())
         # Save path, iteration, whether to log: what follows would lower the priority of the trainer.
-        return _Deletion(functools.partial(self._deletion, *options.get("args", ())[:3]), options.get("args", ()))
+        return _Deletion(lambda: self._deletion(*where[:3]), where)
 
 
 class _Deletion(threading.Thread):
@@ -73,16 +74,21 @@ class _Deletion(threading.Thread):
 
     pid = None
 
-    def __init__(self, delete: Any, where: Any) -> None:
+    def __init__(self, delete: Callable[[], Any], where: Any) -> None:
         super().__init__(name="ckpt-delete", daemon=True)
-        self._delete, self._where = delete, where
+        # Long names: Thread has a _delete of its own, which ends the thread.
+        self._checkpoint_delete, self._checkpoint_where = delete, where
 
     def run(self) -> None:
         try:
             # First of all: a checkpoint that is half removed must not be taken for a whole one.
-            os.unlink(os.path.join(self._where[0], step_name(self._where[1]), PART_DIRECTORY, COMMIT_NAME))
+            os.unlink(
+                os.path.join(
+                    self._checkpoint_where[0], step_name(self._checkpoint_where[1]), PART_DIRECTORY, COMMIT_NAME
+                )
+            )
         except FileNotFoundError:
             pass
         except Exception as error:
             log.warning("the commit record of a checkpoint that is being deleted stays: %s", error)
-        self._delete()
+        self._checkpoint_delete()

@@ -39,6 +39,9 @@ from ckpt_engine.storage.fs import fsync_dir, make_directory, write_atomic
 
 log = logging.getLogger("ckpt_engine")
 
+#: A shard file on its way is called "." + its name + this + the save id.
+_TEMPORARY = ".tmp-"
+
 
 class Results(list[WriteResult]):
     """Write results as Megatron gathers them, with what the commit record needs to know of this rank's part."""
@@ -226,6 +229,7 @@ class ThreadedWrite:
             os.rename(self._temporary(path), path)
             renamed.append(path)
         for directory in {os.path.dirname(path) for path in paths}:
+            _clear_leftovers(directory, {os.path.basename(path) for path in paths})
             fsync_dir(directory)
         content = shards.part(self.name.save_id, self.name.world_size, names)
         part = PartEntry(self.name.rank, part_name(self.name.rank), len(content), hashlib.sha256(content).hexdigest())
@@ -234,7 +238,7 @@ class ThreadedWrite:
 
     def _temporary(self, path: str) -> str:
         folder, name = os.path.split(path)
-        return os.path.join(folder, f".{name}.tmp-{self.name.save_id}")
+        return os.path.join(folder, f".{name}{_TEMPORARY}{self.name.save_id}")
 
     def _fail(self, error: BaseException, phase: str) -> None:
         with self._lock:
@@ -253,6 +257,17 @@ def write_of(function: Any) -> ThreadedWrite | None:
     while hasattr(function, "func"):  # functools.partial
         function = function.func
     return function if isinstance(function, ThreadedWrite) else None
+
+
+def _clear_leftovers(directory: str, names: set[str]) -> None:
+    """Removes what killed runs have left of these files: an iteration that is saved again after a crash has the same names."""
+    in_flight = {write.name.save_id for write in list(unfinished)}
+    with os.scandir(directory) as entries:
+        found = [entry.name for entry in entries]
+    for name in found:
+        final, mark, save_id = name.removeprefix(".").partition(_TEMPORARY)
+        if mark and name.startswith(".") and final in names and save_id not in in_flight:
+            _remove(os.path.join(directory, name))
 
 
 def _remove(path: str) -> None:
