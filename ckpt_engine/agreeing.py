@@ -196,7 +196,7 @@ class SaveAgreement:
                 phase="plan",
                 hint="save under another step, or remove that checkpoint first",
             )
-        foreign = self._directory.foreign(step) if record is None else None
+        foreign = self._directory.foreign(step)
         if foreign is not None:
             raise StepExistsError(
                 f"{os.path.basename(self._directory.path_of(step))} is there and isn't ours to replace: {foreign}",

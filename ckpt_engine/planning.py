@@ -13,11 +13,12 @@ The steps of an agreement between ranks (bytes in, bytes out) are here; who talk
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import dataclasses
 import hashlib
-import io
 import itertools
+import operator
 import pickle
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,14 +35,13 @@ from ckpt_engine.errors import StateError
 from ckpt_engine.layout.image import TensorSpec
 from ckpt_engine.state import FlatState, check_tensor, collector_paused
 from ckpt_engine.storage.checksum import crc32
+from ckpt_engine.values import pickle_value as pickle_value
+from ckpt_engine.values import value_digest
 
 #: What stock DCP puts into ``Metadata.version``, where its metadata has one.
 DCP_VERSION = "1.0.0"
 
 _BYTES = WriteItemType.BYTE_IO
-
-#: Records of small constants (hyper-parameters in param_groups): torch.save takes 140 us for each, every time.
-_PICKLED: dict[Any, bytes] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,10 +133,16 @@ class Planner:
     def _local_plan(self, flat: FlatState, blobs: Mapping[str, bytes]) -> bytes:
         for key, value in flat.values.items():
             if isinstance(value, torch.Tensor):
-                check_tensor(key, value.to_local() if isinstance(value, DTensor) else value)
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(flat.values, is_coordinator=self._rank == 0)
-        self._local = planner.create_local_plan()
+                if isinstance(value, DTensor):
+                    _local_of(key, value)
+                else:
+                    check_tensor(key, value)
+            elif isinstance(value, ShardedTensor):
+                _check_shards(key, value)
+        try:
+            self._local = _write_items(flat.values, self._rank)
+        except Exception as error:
+            raise _unplannable(flat.values, self._rank, error) from error
         return pickle.dumps((self._local, flat.paths, flat.empties, sorted(flat.int_keys), self._digests(flat, blobs)))
 
     def judge_plan(self, payloads: Sequence[bytes]) -> tuple[bytes, str]:
@@ -157,17 +163,19 @@ class Planner:
         for payload in payloads:
             plan, rank_paths, rank_empties, rank_int_keys, rank_digests = pickle.loads(payload)
             plans.append(plan)
+            _check_paths(paths, rank_paths)
             paths.update(rank_paths)
             empties.update(rank_empties)
             int_keys.update(rank_int_keys)
             digests.append(rank_digests)
+        empties = _empty_everywhere(empties, paths)
         _check_agreement(plans)
         groups = _check_replicas(digests)
         try:
             final, metadata = DefaultSavePlanner(
                 flatten_state_dict=False, flatten_sharded_tensors=False
             ).create_global_plan(plans)
-        except (ValueError, AssertionError, RuntimeError) as error:
+        except (ValueError, AssertionError, RuntimeError, TypeError, KeyError) as error:
             raise StateError(f"the ranks' shards don't form whole tensors: {error}", phase="plan") from error
         metadata = dataclasses.replace(metadata, planner_data=paths)
         self._global = (metadata, [_split(plan) for plan in final], tuple(sorted(int_keys)), tuple(empties.values()))
@@ -242,7 +250,7 @@ def structure(flat: FlatState) -> Iterator[Any]:
         kind = type(value)
         if isinstance(value, torch.Tensor):
             if isinstance(value, DTensor):
-                local = value.to_local().detach()
+                local = _local_of(key, value)
                 yield (key, kind, value.dtype, value.shape, value.placements, value.device_mesh, local.shape)
                 value = local
             else:
@@ -252,11 +260,56 @@ def structure(flat: FlatState) -> Iterator[Any]:
             if other is not None:
                 yield (other, number)
         elif isinstance(value, ShardedTensor):
+            _check_shards(key, value)
             yield (key, kind, value.dtype, value.size(), repr(value.metadata().shards_metadata))
         else:
             yield (key, None)
     yield flat.paths
     yield flat.empties
+
+
+def _local_of(key: str, value: DTensor) -> torch.Tensor:
+    """This rank's shard, detached.
+
+    Raises:
+        StateError: it isn't a part of the value (a pending reduction), or it can't be saved exactly.
+    """
+    for placement in value.placements:
+        if placement.is_partial():
+            raise StateError(
+                f"{key!r} is a DTensor with the placement {placement}: no rank has its value before it is reduced",
+                key=key,
+                phase="plan",
+                hint="redistribute() it to Replicate() or Shard() first",
+            )
+    local = value.to_local().detach()
+    check_tensor(key, local)
+    return local
+
+
+def _check_shards(key: str, value: ShardedTensor) -> None:
+    for shard in value.local_shards():
+        check_tensor(key, shard.tensor)
+
+
+def _write_items(values: dict[str, Any], rank: int) -> SavePlan:
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(values, is_coordinator=rank == 0)
+    return planner.create_local_plan()
+
+
+def _unplannable(values: dict[str, Any], rank: int, error: Exception) -> StateError:
+    """DCP doesn't say which key it failed for: they are tried one by one."""
+    for key, value in values.items():
+        try:
+            _write_items({key: value}, rank)
+        except Exception as cause:
+            return StateError(
+                f"{key!r} ({type(value).__name__}) can't be planned: {type(cause).__name__}: {cause}",
+                key=key,
+                phase="plan",
+            )
+    return StateError(f"the state can't be planned: {type(error).__name__}: {error}", phase="plan")
 
 
 def matches(known: Sequence[Any], flat: FlatState) -> bool:
@@ -350,6 +403,40 @@ def _check_agreement(plans: Sequence[SavePlan]) -> None:
                 )
 
 
+def _check_paths(known: Mapping[str, Any], paths: Mapping[str, Any]) -> None:
+    """A key has one path on all ranks: on restore only one could be put back."""
+    there = map(known.get, paths, paths.values())
+    if any(map(operator.ne, there, paths.values())):  # in C: this is every key of every rank
+        key = next(key for key, path in paths.items() if known.get(key, path) != path)
+        raise StateError(
+            f"values of two ranks flatten to the key {key!r}: {known[key]!r} and {paths[key]!r}",
+            key=key,
+            phase="plan",
+            hint="rename one of them",
+        )
+
+
+def _empty_everywhere(empties: Mapping[str, Any], paths: Mapping[str, Any]) -> dict[str, Any]:
+    """The mappings that are empty on every rank: what one rank has in it would be gone if the record said "empty"."""
+    if not empties:
+        return {}
+    everything = {**paths, **empties}
+    order = sorted(everything)
+
+    def is_filled(key: str, path: tuple[Any, ...]) -> bool:
+        if key in paths:
+            return True
+        start = key + "."
+        for position in range(bisect.bisect_left(order, start), len(order)):
+            if not order[position].startswith(start):
+                return False
+            if everything[order[position]][: len(path)] == path:  # not a key with a dot next to the mapping
+                return True
+        return False
+
+    return {key: path for key, path in empties.items() if not is_filled(key, path)}
+
+
 def _check_replicas(digests: Sequence[Mapping[str, str]]) -> list[list[str]]:
     """Of a replicated value one rank's copy is written: if they differ, the others' would be lost without a word.
 
@@ -373,56 +460,6 @@ def _check_replicas(digests: Sequence[Mapping[str, str]]) -> list[list[str]]:
                 hint='wrap it in PerRank(...) if each rank has its own, or set verify_replicas="off" to keep one copy',
             )
     return list(together.values())
-
-
-def value_digest(value: Any, pickled: bytes) -> str:
-    """Digest that is equal for equal plain values even where their pickles aren't (pickle depends on object identity)."""
-    digest = hashlib.blake2b(digest_size=8)
-
-    def visit(item: Any) -> bool:
-        kind = type(item)
-        digest.update(kind.__qualname__.encode())
-        if item is None or kind in (bool, int, float, complex, str, bytes):
-            digest.update(repr(item).encode())
-            return True
-        if kind in (list, tuple):
-            digest.update(str(len(item)).encode())
-            return all(visit(part) for part in item)
-        if kind is dict:
-            return all(visit(key) and visit(part) for key, part in item.items())
-        return False
-
-    if not visit(value):
-        digest.update(pickled)
-    return digest.hexdigest()
-
-
-def pickle_value(key: str, value: Any) -> bytes:
-    """The record of a non-tensor value, as stock DCP writes it (``torch.save`` of the object).
-
-    Raises:
-        StateError: it can't be pickled; names the key.
-    """
-    small = type(value) in (bool, int, float, str, type(None))
-    token = (type(value), repr(value)) if small else None
-    if token in _PICKLED:
-        return _PICKLED[token]
-    buffer = io.BytesIO()
-    try:
-        torch.save(value, buffer)
-    except Exception as error:  # a __reduce__ may raise anything
-        raise StateError(
-            f"{key!r} ({type(value).__name__}) can't be pickled: {type(error).__name__}: {error}",
-            key=key,
-            phase="plan",
-            hint="leave it out of the state, or give it state_dict() and load_state_dict()",
-        ) from error
-    data = buffer.getvalue()
-    if token is not None and len(data) < 4096:
-        if len(_PICKLED) >= 4096:
-            _PICKLED.clear()
-        _PICKLED[token] = data
-    return data
 
 
 def is_blob(value: Any) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import io
 import random
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
@@ -28,6 +29,9 @@ PathItem = str | int
 
 #: Tensor types whose memory is exactly what their shape and strides say.
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+#: Deeper than this a state contains itself, for all that is known; Python's own recursion limit may be anything.
+_MAX_DEPTH = 128
 
 
 class PerRank:
@@ -89,6 +93,7 @@ class FlatState:
         int_keys: prefixes of the mappings whose keys are ints; DCP's paths lose that.
         objects: (path, object, the dict that its ``state_dict()`` gave), innermost last.
         per_rank: prefixes of the :class:`PerRank` values, without the rank's own component.
+        containers: key to path of the mappings and opened lists, the outermost one left out.
     """
 
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -97,6 +102,7 @@ class FlatState:
     int_keys: set[str] = dataclasses.field(default_factory=set)
     objects: list[tuple[tuple[PathItem, ...], Any, Any]] = dataclasses.field(default_factory=list)
     per_rank: list[str] = dataclasses.field(default_factory=list)
+    containers: dict[str, tuple[PathItem, ...]] = dataclasses.field(default_factory=dict)
 
 
 def flatten(state: Mapping[str, Any], *, rank: int = 0) -> FlatState:
@@ -107,13 +113,46 @@ def flatten(state: Mapping[str, Any], *, rank: int = 0) -> FlatState:
         rank: this rank, for :class:`PerRank` values.
 
     Raises:
-        StateError: a key is neither str nor int, two paths give one flat key, or the state isn't a mapping.
+        StateError: a key is neither str nor int, two paths give one flat key (to values or to containers: what is kept about
+            a container is kept by its flat key), a container is inside of itself, or the state isn't a mapping.
     """
     if not isinstance(state, Mapping):
         raise StateError(f"state is a {type(state).__name__}, expected a dict", phase="plan")
     flat = FlatState()
-    _open(flat, (), "", state, rank)
+    try:
+        _open(flat, (), "", state, rank)
+    except _TooDeepError as error:
+        raise _describe_depth(state, error.path) from None
     return flat
+
+
+class _TooDeepError(Exception):
+    def __init__(self, path: tuple[PathItem, ...]) -> None:
+        self.path = path
+
+
+def _describe_depth(state: Any, path: tuple[PathItem, ...]) -> StateError:
+    """Which container along ``path`` is one that it lies in."""
+    first: dict[int, int] = {}
+    container = state
+    for depth, item in enumerate(path):
+        if isinstance(container, PerRank):
+            container = container.value
+            continue
+        if not isinstance(container, (Mapping, list)):
+            break
+        start = first.setdefault(id(container), depth)
+        if start != depth:
+            where, outer = (".".join(map(str, path[:length])) for length in (depth, start))
+            return StateError(
+                f"{where!r} is the {type(container).__name__} that it lies in, {outer or 'the state'!r}: "
+                "a state can't contain itself",
+                key=where,
+                phase="plan",
+            )
+        container = container[int(item)] if isinstance(container, list) else container[_real_key(container, item)]
+    where = ".".join(map(str, path[:8]))
+    return StateError(f"{where + '...'!r} is nested more than {_MAX_DEPTH} levels deep", key=where, phase="plan")
 
 
 def _unwrap(value: Any) -> Any:
@@ -139,16 +178,18 @@ def is_object(value: Any) -> bool:
     )
 
 
-def _list_is_open(values: list[Any]) -> bool:
-    return any(
+def _list_is_open(values: list[Any], depth: int) -> bool:
+    return depth > _MAX_DEPTH or any(  # a list inside of itself is opened, and then refused for its depth
         isinstance(v, (torch.Tensor, ShardedTensor, Mapping, PerRank))
         or is_object(v)
-        or (isinstance(v, list) and _list_is_open(v))
+        or (isinstance(v, list) and _list_is_open(v, depth + 1))
         for v in values
     )
 
 
 def _open(flat: FlatState, path: tuple[PathItem, ...], key: str, value: Any, rank: int) -> None:
+    if len(path) > _MAX_DEPTH:
+        raise _TooDeepError(path)
     if isinstance(value, PerRank):
         flat.per_rank.append(key)
         name = f"rank{rank}"
@@ -160,8 +201,12 @@ def _open(flat: FlatState, path: tuple[PathItem, ...], key: str, value: Any, ran
         flat.objects.append((path, target, content))
         value = content
     if isinstance(value, Mapping):
-        if not value and path:
-            flat.empties[key] = path
+        if path:
+            _container(flat, path, key)
+            if not value:
+                if key in flat.values:
+                    raise _collision(key, flat.paths[key], path)
+                flat.empties[key] = path
         prefix = key + "." if path else ""
         kinds: set[type] = set()
         for name, item in value.items():
@@ -185,9 +230,16 @@ def _open(flat: FlatState, path: tuple[PathItem, ...], key: str, value: Any, ran
                 phase="plan",
             )
         if int in kinds:
+            if path and not key:
+                raise StateError(
+                    "a mapping with int keys is called '', which can't be told from the state itself later",
+                    key=key,
+                    phase="plan",
+                )
             flat.int_keys.add(key)
         return
-    if isinstance(value, list) and _list_is_open(value):
+    if isinstance(value, list) and _list_is_open(value, len(path)):
+        _container(flat, path, key)
         for index, item in enumerate(value):
             _open(flat, (*path, index), f"{key}.{index}", item, rank)
         return
@@ -196,22 +248,35 @@ def _open(flat: FlatState, path: tuple[PathItem, ...], key: str, value: Any, ran
 
 def _leaf(flat: FlatState, path: tuple[PathItem, ...], key: str, value: Any) -> None:
     if key in flat.values:
-        raise StateError(
-            f"two values flatten to the key {key!r}: {flat.paths[key]!r} and {path!r}",
-            key=key,
-            phase="plan",
-            hint="rename one of them",
-        )
+        raise _collision(key, flat.paths[key], path)
+    if key in flat.empties:
+        raise _collision(key, flat.empties[key], path)
     flat.values[key] = value
     flat.paths[key] = path
 
 
+def _container(flat: FlatState, path: tuple[PathItem, ...], key: str) -> None:
+    if key in flat.containers:
+        raise _collision(key, flat.containers[key], path)
+    flat.containers[key] = path
+
+
+def _collision(key: str, one: tuple[PathItem, ...], other: tuple[PathItem, ...]) -> StateError:
+    return StateError(
+        f"two values flatten to the key {key!r}: {one!r} and {other!r}",
+        key=key,
+        phase="plan",
+        hint="rename one of them",
+    )
+
+
 def check_tensor(key: str, tensor: torch.Tensor) -> None:
-    """Refuses tensors whose bytes can't be read through shape and strides.
+    """Refuses tensors whose bytes can't be read through shape and strides. Runs for every tensor of every save.
 
     Raises:
         StateError: names the key and says what to save instead. A wrapper subclass (FP8 and other quantised tensors) has
-            an empty storage of its own: copying that would write garbage without an error.
+            an empty storage of its own: copying that would write garbage without an error. So has a tensor whose storage
+            was given back (``untyped_storage().resize_(0)``, the way to off-load weights): reading it ends the process.
     """
     kind = type(tensor)
     problem = None
@@ -226,12 +291,55 @@ def check_tensor(key: str, tensor: torch.Tensor) -> None:
         problem = "a nested tensor", "save its values and offsets"
     elif tensor.is_quantized:
         problem = f"quantised ({tensor.dtype})", "save int_repr(), scale and zero point"
-    elif tensor.device.type == "meta":
+    elif tensor.is_meta:
         problem = "on the meta device and has no data", "materialise it first"
-    elif any(name is not None for name in getattr(tensor, "names", ())):
+    elif _HAVE_NAMES and any(name is not None for name in getattr(tensor, "names", ())):
         problem = "a named tensor", "drop the names with rename(None)"
+    elif (trouble := dtype_problem(tensor.dtype)) is not None:
+        problem = f"of {tensor.dtype}, which {trouble}", "save view(torch.uint8) of it"
+    elif (trouble := storage_problem(tensor)) is not None:
+        problem = trouble, "put its data back before saving, or leave it out of the state"
     if problem is not None:
         raise StateError(f"{key!r} is {problem[0]}; it can't be saved exactly", key=key, phase="plan", hint=problem[1])
+
+
+def storage_problem(tensor: torch.Tensor) -> str | None:
+    """What is wrong with the memory of a strided tensor; ``None`` if there is as much as shape and strides need."""
+    try:
+        held = tensor.untyped_storage().nbytes()
+        tensor.data_ptr()
+    except RuntimeError as error:
+        return f"a tensor without memory that can be read ({error})"
+    needed: int | torch.SymInt
+    if tensor.is_contiguous():
+        needed = tensor.numel()
+    else:
+        needed = 1 + sum((int(size) - 1) * int(step) for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if needed:
+        needed = (tensor.storage_offset() + needed) * tensor.element_size()
+    if needed > held:
+        return f"a tensor of shape {tuple(tensor.shape)} whose storage has {held} of the {needed} bytes that it needs"
+    return None
+
+
+def dtype_problem(dtype: torch.dtype) -> str | None:
+    """What keeps tensors of ``dtype`` from being saved; tried once for each (the sub-byte and the bits types fail)."""
+    if dtype not in _DTYPES:
+        trouble = None
+        try:
+            torch.save(torch.empty(1, dtype=dtype, device="cpu"), io.BytesIO())
+            if not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool):
+                torch.iinfo(dtype)  # DCP asks it for the size of an element
+        except (RuntimeError, TypeError, KeyError, ValueError) as error:
+            trouble = f"torch can't save ({type(error).__name__}: {error})"
+        _DTYPES[dtype] = trouble
+    return _DTYPES[dtype]
+
+
+_DTYPES: dict[torch.dtype, str | None] = {}
+
+#: Later versions of torch have no named tensors, and asking each tensor for what it doesn't have is slow.
+_HAVE_NAMES = hasattr(torch.Tensor, "names")
 
 
 @contextlib.contextmanager

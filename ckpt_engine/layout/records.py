@@ -112,12 +112,21 @@ def make_template(shape: tuple[int, ...], dtype: torch.dtype) -> RecordTemplate:
 
 def _stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A tensor to make a record of. Its memory is only promised, never touched; where not even that can be had (an address
-    space limit, no overcommit), a fake one, which has none but takes half a second to load for the first."""
+    space limit, no overcommit), a fake one, which has none but takes half a second to load for the first.
+
+    The storage is made first: ``torch.empty`` fills what it makes when ``torch.use_deterministic_algorithms`` is on, and
+    makes it on the default device when none is named.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes == 0:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     try:
-        return torch.empty(shape, dtype=dtype)
+        storage = torch.UntypedStorage(nbytes, device="cpu")  # type: ignore[no-untyped-call]
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
     except RuntimeError:
         with FakeTensorMode():
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def _crc_positions(tail: bytes, header_size: int) -> tuple[int, ...]:
