@@ -1,6 +1,7 @@
 # Needs nothing but Python 3.10 or newer (3.11 is what the pins are for) with its venv module.
 #   make setup   a virtual environment in .venv with everything in it, pinned in constraints.txt
 #   make test    the whole test suite, then the linters
+#   make test-megatron   the Megatron tests on every version that they know, not just two
 #   make demo    train, kill the trainer in the middle of a save, resume, compare every loss
 #   make bench   how long saves take here
 PYTHON ?= python3.11
@@ -8,7 +9,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup test lint demo bench clean
+.PHONY: setup test test-megatron lint demo bench clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -32,6 +33,9 @@ $(STAMP): pyproject.toml constraints.txt
 test: setup
 	$(BIN)/python -m pytest
 	$(MAKE) --no-print-directory lint
+
+test-megatron: setup
+	CKPT_ENGINE_MEGATRON=all $(BIN)/python -m pytest tests/test_megatron_*.py
 
 lint: setup
 	$(BIN)/python -m ruff check .

@@ -45,7 +45,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size-gib", type=float, help="size of the state; default: gpt 2, small 0.25, single 4")
     parser.add_argument("--single-gib", type=float, help="size of the single tensor, whatever --size-gib says")
     parser.add_argument("--small-count", type=int, default=20_000, help="tensors in the case small")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds, the first included")
+    parser.add_argument("--repeats", type=int, default=4, help="rounds, the first included")
     parser.add_argument("--busy-repeats", type=int, default=2, help="rounds with a compute loop, for background peers")
     parser.add_argument(
         "--budget", default="full", help='staging budget of the engine: "full" (the state fits), "auto", or MiB'

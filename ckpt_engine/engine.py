@@ -125,9 +125,8 @@ class CheckpointEngine:
         """
         with self._alone("save"):
             started = time.perf_counter()
-            seq = (
-                self._agreement.next()
-            )  # counted before anything can fail or be interrupted, or the ranks would fall out of step
+            # Counted before anything can fail or be interrupted: an uncounted call would put the ranks out of step.
+            seq = self._agreement.next()
             while len(waiting := self._background.waiting()) >= self.config.max_in_flight:
                 waiting[0]._wait(None)
             self._workers.fit()
@@ -151,7 +150,7 @@ class CheckpointEngine:
                     job.queue.fail(error)
             self._background.submit(agreed.seq, handle, agreed.directory, job, failure)
             if job is not None:
-                failure = self._stage(job, agreed, started)
+                failure = self._stage(job, agreed, started) or failure
             if failure is not None and not isinstance(failure, Exception):
                 raise failure  # an interrupt is the trainer's own; all else the handle tells, on every rank
             return handle
@@ -159,6 +158,7 @@ class CheckpointEngine:
     def _make_job(self, agreed: Agreed, handle: SaveHandle, started: float) -> SaveJob:
         if self._layout is None or self._layout.plan_id != agreed.plan.plan_id:
             writers = self._workers.geometry.writers
+            self._templates.keep_only({(spec.shape, spec.dtype) for spec in agreed.plan.specs})
             self._layout = RankLayout(agreed.plan, self.rank, writers, self._templates, checksum=self.config.checksum)
         job = SaveJob(
             agreed,
@@ -339,7 +339,9 @@ class CheckpointEngine:
         """One save, restore or close at a time, and none from within another one (a signal handler) or a callback."""
         self._refuse_waiting_for_itself(call)
         if not self._lock.acquire(timeout=self._patience() if timeout is None else max(0.0, timeout)):
-            raise CommitTimeoutError(f"{call}() waited in vain for another thread's call on this engine", phase="close")
+            raise CommitTimeoutError(
+                f"{call}() waited in vain for another thread's call on this engine", phase="config"
+            )
         try:
             if self._busy:
                 raise CheckpointError(

@@ -295,7 +295,7 @@ def check_tensor(key: str, tensor: torch.Tensor) -> None:
         problem = "on the meta device and has no data", "materialise it first"
     elif _HAVE_NAMES and any(name is not None for name in getattr(tensor, "names", ())):
         problem = "a named tensor", "drop the names with rename(None)"
-    elif (trouble := dtype_problem(tensor.dtype)) is not None:
+    elif tensor.dtype not in _SAVED and (trouble := _try_dtype(tensor.dtype)) is not None:
         problem = f"of {tensor.dtype}, which {trouble}", "save view(torch.uint8) of it"
     elif (trouble := storage_problem(tensor)) is not None:
         problem = trouble, "put its data back before saving, or leave it out of the state"
@@ -322,21 +322,20 @@ def storage_problem(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def dtype_problem(dtype: torch.dtype) -> str | None:
-    """What keeps tensors of ``dtype`` from being saved; tried once for each (the sub-byte and the bits types fail)."""
-    if dtype not in _DTYPES:
-        trouble = None
-        try:
-            torch.save(torch.empty(1, dtype=dtype, device="cpu"), io.BytesIO())
-            if not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool):
-                torch.iinfo(dtype)  # DCP asks it for the size of an element
-        except (RuntimeError, TypeError, KeyError, ValueError) as error:
-            trouble = f"torch can't save ({type(error).__name__}: {error})"
-        _DTYPES[dtype] = trouble
-    return _DTYPES[dtype]
+def _try_dtype(dtype: torch.dtype) -> str | None:
+    """What keeps tensors of ``dtype`` from being saved (the sub-byte and the bits types fail); ``None`` is remembered."""
+    try:
+        torch.save(torch.empty(1, dtype=dtype, device="cpu"), io.BytesIO())
+        if not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool):
+            torch.iinfo(dtype)  # DCP asks it for the size of an element
+    except (RuntimeError, TypeError, KeyError, ValueError) as error:
+        return f"torch can't save ({type(error).__name__}: {error})"
+    _SAVED.add(dtype)
+    return None
 
 
-_DTYPES: dict[torch.dtype, str | None] = {}
+#: Types that tensors have been saved with.
+_SAVED: set[torch.dtype] = set()
 
 #: Later versions of torch have no named tensors, and asking each tensor for what it doesn't have is slow.
 _HAVE_NAMES = hasattr(torch.Tensor, "names")

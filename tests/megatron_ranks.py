@@ -54,8 +54,7 @@ def play(rank: int, world: int, folder: str, root: str) -> dict[str, Any]:
         found[name] = _outcome(lambda act=act, directory=directory: act(rank, directory))  # type: ignore[misc]
         dist.barrier()
     found["by_name"] = [framework.is_changed()]
-    adapter.uninstall()
-    adapter.uninstall()
+    found["uninstalled"] = _outcome(lambda: act_uninstalled_meanwhile(adapter, os.path.join(root, "uninstalled")))
     found["by_name"].append(framework.is_changed())
     found["restored"] = _surface() == before
     found["forks"] = forks
@@ -237,6 +236,22 @@ def act_missing_seam(adapter: Any) -> dict[str, Any]:
     return {"error": error, "unchanged": _surface() == before}
 
 
+def act_uninstalled_meanwhile(adapter: Any, directory: str) -> Any:
+    """The engine is uninstalled, twice, while a save is on its way."""
+    from megatron.core import dist_checkpointing
+
+    calls = queue()
+    sharded = state(8.0)
+    wanted = data_of(sharded)
+    calls.schedule_async_request(save(sharded, directory, asynchronous=True))
+    adapter.uninstall()
+    adapter.uninstall()
+    dist.barrier()
+    calls.maybe_finalize_async_calls(blocking=True)
+    loaded = dist_checkpointing.load(state(blank=True), directory)
+    return {"same": torch.equal(loaded["replica"], wanted["replica"]), "published": published(directory)}
+
+
 def act_sync(rank: int, directory: str) -> Any:
     sharded = state(2.0)
     wanted = data_of(sharded)
@@ -272,7 +287,7 @@ def _async_act(directory: str, calls: Any) -> Any:
     """Three saves in a row, each changed right after it was scheduled."""
     found = []
     for number in (1, 2, 3):
-        path = os.path.join(directory, f"iter_{number:07d}")
+        path = os.path.join(directory, "..", os.path.basename(directory), f"iter_{number:07d}")
         sharded = state(float(number + 1))
         wanted = data_of(sharded)
         calls.schedule_async_request(save(sharded, path, asynchronous=True))
@@ -366,6 +381,31 @@ def act_failing_copy(rank: int, directory: str) -> Any:
         stager.copy_part = real
     dist.barrier()
     return {"error": error, "published": published(directory)}
+
+
+def act_no_memory(rank: int, directory: str) -> Any:
+    """Rank 1 gets no staging memory at its first save; the next save looks again."""
+    from ckpt_engine import MemoryBudgetError
+    from ckpt_engine.integrations.megatron import session
+
+    def refuse(*_: Any) -> Any:
+        raise MemoryBudgetError("nothing left")
+
+    real, kept = session.Workers, session.core()._workers
+    session.core()._workers = None
+    if rank == 1:
+        session.Workers = refuse  # type: ignore[misc,assignment]
+    try:
+        error = _error_of(lambda: save(state(), os.path.join(directory, "refused")))
+    finally:
+        session.Workers = real  # type: ignore[misc]
+    sharded = state(2.0)
+    wanted = data_of(sharded)
+    path = os.path.join(directory, "again")
+    save(sharded, path)
+    if kept is not None:
+        kept.close()
+    return {"error": error, "problems": problems(path, wanted)}
 
 
 def act_failing_finish(rank: int, directory: str) -> Any:
@@ -497,6 +537,22 @@ def act_same_directory_again(rank: int, directory: str) -> Any:
     return found
 
 
+def act_integrity(rank: int, directory: str) -> Any:
+    """Megatron's own manifest of SHA-256 sums, where the version has it."""
+    import inspect
+
+    from megatron.core import dist_checkpointing
+
+    if "verify_integrity" not in inspect.signature(dist_checkpointing.save).parameters:
+        return "this version has no integrity manifest"
+    sharded = state(2.0)
+    wanted = data_of(sharded)
+    dist_checkpointing.save(sharded, directory, verify_integrity=True)
+    loaded = dist_checkpointing.load(state(blank=True), directory, verify_integrity=True)
+    found = [] if torch.equal(loaded["replica"], wanted["replica"]) else ["replica differs"]
+    return found + problems(directory, wanted)
+
+
 def act_cached_structure(rank: int, directory: str) -> Any:
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
@@ -624,5 +680,5 @@ def act_not_ours(rank: int, directory: str) -> Any:
 ACTS: dict[str, Callable[[int, str], Any]] = {
     name.removeprefix("act_"): act
     for name, act in list(globals().items())
-    if name.startswith("act_") and name != "act_missing_seam"
+    if name.startswith("act_") and name not in ("act_missing_seam", "act_uninstalled_meanwhile")
 }

@@ -78,6 +78,13 @@ def test_saving_into_the_same_directory_again_is_whole(ranks: Ranks) -> None:
     assert each(ranks, "same_directory_again") == [[], []]
 
 
+def test_megatrons_integrity_manifest_holds(ranks: Ranks) -> None:
+    results = each(ranks, "integrity")
+    if results[0] == "this version has no integrity manifest":
+        pytest.skip(results[0])
+    assert results == [[], []]
+
+
 def test_a_cached_structure_is_whole_every_time(ranks: Ranks) -> None:
     assert each(ranks, "cached_structure") == [[], []]
 
@@ -146,6 +153,13 @@ def test_a_failing_copy_raises_on_every_rank_and_publishes_nothing(ranks: Ranks)
         assert result["published"] == []
 
 
+def test_a_rank_without_staging_memory_fails_the_save_on_every_rank(ranks: Ranks) -> None:
+    for result in each(ranks, "no_memory"):
+        assert result["error"].startswith("CheckpointException") and "(RANK 1)" in result["error"]
+        assert "MemoryBudgetError: nothing left" in result["error"]
+        assert result["problems"] == []
+
+
 def test_a_failure_of_rank_0_while_finalising_raises_on_every_rank(ranks: Ranks) -> None:
     """No space for .metadata, or for the commit record: stock leaves the other ranks in a collective."""
     for result in each(ranks, "failing_finish"):
@@ -202,3 +216,9 @@ def test_functions_imported_by_name_are_changed_and_restored(ranks: Ranks) -> No
 def test_uninstall_restores_every_seam(ranks: Ranks) -> None:
     """After two installs and two uninstalls."""
     assert [rank["restored"] for rank in ranks] == [True, True]
+
+
+def test_a_save_on_its_way_survives_uninstall(ranks: Ranks) -> None:
+    """It loads with stock's loader; nobody is there any more to write its commit record."""
+    for result in each(ranks, "uninstalled"):
+        assert result == {"same": True, "published": [".metadata", "metadata.json"]}

@@ -75,7 +75,7 @@ def install(config: EngineConfig | None = None) -> tuple[SelfCheck, ...]:
             hint="pip install megatron-core",
         )
     if config is not None or not seams.applied():
-        session.configure(config if config is not None else EngineConfig())
+        session.configure(config if config is not None else EngineConfig(), unfinished=len(unfinished))
     for check in checks:
         if check.present:
             seams.apply(check.target)
@@ -96,9 +96,16 @@ def install_from_environment() -> bool:
 
 
 def uninstall() -> None:
-    """Takes all changes back. Saves on their way end as they began. Idempotent."""
+    """Takes all changes back. Idempotent.
+
+    Waits until what is staged is written. A save that is still to be finalised ends as it began, but gets no commit record.
+    """
+    if unfinished:
+        log.warning(
+            "%d saves are not finalised yet and will have no commit record: %s", len(unfinished), list(unfinished)
+        )
     seams.restore()
-    session.reset()
+    session.reset(unfinished=len(unfinished))
 
 
 @atexit.register

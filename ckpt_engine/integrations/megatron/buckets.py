@@ -32,18 +32,33 @@ from ckpt_engine.persisting import describe_tensors
 _LAYOUTS = 8
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
     """The repeating part of a save.
 
     Attributes:
         images: one per bucket.
         results: of the tensors.
+        owner: (rank, checksum, storage keys, tensors per bucket) that it was made for; ``indexes`` and ``specs``: of the tensors.
     """
 
     images: list[FileImage]
     static: PartStatic
     results: list[WriteResult]
+    owner: tuple[Any, ...]
+    indexes: list[MetadataIndex]
+    specs: list[TensorSpec]
+
+    def fits(self, owner: tuple[Any, ...], buckets: Buckets) -> bool:
+        """Whether the buckets have this structure. Allocates nothing that stays: the collector has no reason to run."""
+        if owner != self.owner:
+            return False
+        for index, tensor, known, spec in zip(buckets.indexes, buckets.tensors, self.indexes, self.specs, strict=True):
+            if tensor.dtype is not spec.dtype or tensor.shape != spec.shape:
+                return False
+            if index is not known and (index.fqn != known.fqn or index.offset != known.offset):
+                return False
+        return True
 
 
 @dataclasses.dataclass
@@ -57,7 +72,6 @@ class Buckets:
     """
 
     paths: dict[str, str]
-    specs: list[TensorSpec]
     indexes: list[MetadataIndex]
     counts: list[int]
     tensors: list[torch.Tensor]
@@ -70,7 +84,7 @@ class Buckets:
         Raises:
             StateError: something in them isn't what it should be.
         """
-        found = cls({}, [], [], [], [], [])
+        found = cls({}, [], [], [], [])
         for path, key, (values, tensors) in buckets:
             if key in found.paths:
                 raise StateError(f"two write buckets are for the file {key!r}", phase="plan")
@@ -85,7 +99,6 @@ class Buckets:
                         phase="plan",
                     )
                 if _is_plain(tensor):
-                    found.specs.append(TensorSpec(tuple(tensor.shape), tensor.dtype))
                     found.indexes.append(item.index)
                     found.tensors.append(tensor.detach())
                     count += 1
@@ -95,34 +108,30 @@ class Buckets:
             found.values.append(kept)
         return found
 
-    def structure(self) -> tuple[Any, ...]:
-        """Equal for saves that have the same layout."""
-        items = tuple((i.fqn, i.offset, s.shape, s.dtype) for i, s in zip(self.indexes, self.specs, strict=True))
-        return tuple(self.paths), tuple(self.counts), tuple(bool(values) for values in self.values), items
 
-
-def layout_of(
-    buckets: Buckets, templates: TemplateCache, known: dict[Any, Layout], *, rank: int, checksum: bool
-) -> Layout:
-    """The layout for this structure, made anew if ``known`` doesn't have it."""
-    structure = (rank, checksum, buckets.structure())
-    layout = known.pop(structure, None)
-    if layout is None:
-        layout = _make(buckets, templates, rank=rank, checksum=checksum)
-        while len(known) >= _LAYOUTS:
-            known.pop(next(iter(known)))
-    known[structure] = layout  # the most recently used one last
+def layout_of(buckets: Buckets, templates: TemplateCache, known: list[Layout], *, rank: int, checksum: bool) -> Layout:
+    """The layout for this structure, made anew if ``known``, the most recently used one last, doesn't have it."""
+    owner = (rank, checksum, tuple(buckets.paths), tuple(buckets.counts))
+    for layout in reversed(known):
+        if layout.fits(owner, buckets):
+            known.remove(layout)
+            break
+    else:
+        layout = _make(buckets, templates, owner, rank=rank, checksum=checksum)
+        del known[: len(known) + 1 - _LAYOUTS]
+    known.append(layout)
     return layout
 
 
-def _make(buckets: Buckets, templates: TemplateCache, *, rank: int, checksum: bool) -> Layout:
+def _make(buckets: Buckets, templates: TemplateCache, owner: tuple[Any, ...], *, rank: int, checksum: bool) -> Layout:
+    specs = [TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in buckets.tensors]
     images: list[FileImage] = []
     results: list[WriteResult] = []
     first = 0
     for name, count in zip(buckets.paths, buckets.counts, strict=True):
         image = FileImage(name)
         for item in range(first, first + count):
-            spec = buckets.specs[item]
+            spec = specs[item]
             template = templates.get(spec.shape, spec.dtype)
             image.add(item, template)
             place = _StorageInfo(name, image.starts[-1], template.length)
@@ -133,11 +142,11 @@ def _make(buckets: Buckets, templates: TemplateCache, *, rank: int, checksum: bo
         images,
         [index.fqn for index in buckets.indexes],
         [None if index.offset is None else list(index.offset) for index in buckets.indexes],
-        buckets.specs,
+        specs,
         rank=rank,
         checksum=checksum,
     )
-    return Layout(images, static, results)
+    return Layout(images, static, results, owner, list(buckets.indexes), specs)
 
 
 def value_results(

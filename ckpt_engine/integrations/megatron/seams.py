@@ -6,8 +6,8 @@ version number. If one that is needed is missing, nothing at all is changed.
 
 =====================================================  ==============================================================
 ``FileSystemWriterAsync.get_save_function_and_args``   our callable instead of stock's write function
-``FileSystemWriterAsync.retrieve_write_results``       the results of this save, or its error
-``FileSystemWriterAsync.finish``                       keeps errors of rank 0 back until all ranks can raise them
+``retrieve_write_results`` of that writer              the results of this save, or its error
+``finish`` of that writer                              keeps errors of rank 0 back until all ranks can raise them
 ``filesystem_async.get_write_results_queue``           no Manager process
 ``AsyncCallsQueue.schedule_async_request``, ``close``  our requests stay in this process
 ``AsyncCallsQueue.warmup_persistent_caller``           no worker process
@@ -51,7 +51,7 @@ class Seam:
     Attributes:
         module, owner, names: ``module.owner.name``; an empty owner is the module itself; the first name that is there counts.
         parameters: that the function has to take, by name.
-        wrap: makes the replacement from the original.
+        wrap: makes the replacement from the original; ``None``: only has to be there, it is replaced on single objects.
         needed: whether nothing works without it.
     """
 
@@ -59,7 +59,7 @@ class Seam:
     owner: str
     names: tuple[str, ...]
     parameters: tuple[str, ...]
-    wrap: Wrap
+    wrap: Wrap | None
     needed: bool = True
 
     def __str__(self) -> str:
@@ -110,8 +110,6 @@ class Fields:
 
 # -- replacements --------------------------------------------------------------------------------------------------------
 
-_ATTRIBUTE = "_ckpt_engine_write"
-
 #: What the ``dist_checkpointing.save`` that is running has made: if it is synchronous, the commit comes before it returns.
 _awaiting_commit: list[ThreadedWrite] = []
 
@@ -125,7 +123,10 @@ def _save_function(original: Any) -> Any:
         if getattr(self, "use_msc", False) or self.write_buckets is None:
             return original(self)  # object storage: stock's writers know how
         write = ThreadedWrite(core(), self.write_buckets, self.checkpoint_dir, *_snapshot)
-        setattr(self, _ATTRIBUTE, write)
+        finish = self.finish
+        # On this writer, not on its class: whoever uninstalls meanwhile, this save ends as it began.
+        self.retrieve_write_results = write.results
+        self.finish = lambda metadata, results: verdict.finish(write, results, lambda: finish(metadata, results))
         _awaiting_commit.append(write)
         buckets = self.write_buckets
         # The writer lives until the save is finalised; with the buckets it would keep the trainer's tensors.
@@ -133,26 +134,6 @@ def _save_function(original: Any) -> Any:
         return write, write.preload, [write.name.rank, buckets, self.results_queue]
 
     return get_save_function_and_args
-
-
-def _retrieve(original: Any) -> Any:
-    @functools.wraps(original)
-    def retrieve_write_results(self: Any) -> Any:
-        write = getattr(self, _ATTRIBUTE, None)
-        return original(self) if write is None else write.results()
-
-    return retrieve_write_results
-
-
-def _finish(original: Any) -> Any:
-    @functools.wraps(original)
-    def finish(self: Any, metadata: Any, results: Any) -> Any:
-        write = getattr(self, _ATTRIBUTE, None)
-        if write is None:
-            return original(self, metadata, results)
-        return verdict.finish(write, results, lambda: original(self, metadata, results))
-
-    return finish
 
 
 class NoResultsQueue:
@@ -291,8 +272,8 @@ _WRITER = f"{_MCORE}.strategies.filesystem_async"
 
 MCORE: tuple[Seam, ...] = (
     Seam(_WRITER, "FileSystemWriterAsync", ("get_save_function_and_args",), ("self",), _save_function),
-    Seam(_WRITER, "FileSystemWriterAsync", ("retrieve_write_results",), ("self",), _retrieve),
-    Seam(_WRITER, "FileSystemWriterAsync", ("finish",), ("self", "metadata", "results"), _finish),
+    Seam(_WRITER, "FileSystemWriterAsync", ("retrieve_write_results",), ("self",), None),
+    Seam(_WRITER, "FileSystemWriterAsync", ("finish",), ("self", "metadata", "results"), None),
     Seam(_WRITER, "", ("get_write_results_queue", "_get_write_results_queue"), (), _results_queue),
     *_queue_seams(f"{_MCORE}.strategies.async_utils"),
     Seam(f"{_MCORE}.serialization", "", ("save_config",), ("config", "checkpoint_dir"), _save_config),
@@ -383,7 +364,7 @@ def apply(target: str) -> None:
     made = _changes[target] = []
     for seam in TARGETS[target][1]:
         place = seam.find()
-        if isinstance(place, str):
+        if isinstance(place, str) or seam.wrap is None:
             continue
         owner, name = place
         original = inspect.getattr_static(owner, name)

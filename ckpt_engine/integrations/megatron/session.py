@@ -25,6 +25,7 @@ from ckpt_engine.commit.coordinator import Coordinator
 from ckpt_engine.commit.names import parse_step
 from ckpt_engine.config import EngineConfig
 from ckpt_engine.errors import ConfigError
+from ckpt_engine.integrations.megatron.buckets import Layout
 from ckpt_engine.layout.records import TemplateCache
 from ckpt_engine.workers import Workers
 
@@ -131,29 +132,45 @@ class _Current:
 
 
 class Core:
-    """One process's part: made at the first save, kept until :func:`reset`."""
+    """One process's part: made at the first save, kept until :func:`reset`. Making it can't fail."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.pid = os.getpid()
         self.config = config
-        self.workers = Workers(config)
         self.templates = TemplateCache()
         # One thread: it waits for the storage, renames and writes the manifest; saves end in the order they began.
         self.finisher = concurrent.futures.ThreadPoolExecutor(1, "ckpt-finish")
-        self.layouts: dict[Any, Any] = {}
+        self.layouts: list[Layout] = []
+        self._lock = threading.Lock()
+        self._workers: Workers | None = None
         self._session: Session | None = None
+
+    @property
+    def workers(self) -> Workers:
+        """Threads and staging memory, made when the first save is staged.
+
+        Raises:
+            MemoryBudgetError: there is no memory for it. The next save looks again.
+        """
+        with self._lock:
+            if self._workers is None:
+                self._workers = Workers(self.config)
+            return self._workers
 
     def session(self) -> Session:
         """The session of the default process group as it is now: a group made anew has other ranks and another store."""
         group = distributed_c10d._get_default_group() if dist.is_initialized() else None
-        if self._session is None or not self._session.belongs_to(group):
-            self._session = Session(group, self.config)
-        return self._session
+        with self._lock:
+            if self._session is None or not self._session.belongs_to(group):
+                self._session = Session(group, self.config)
+            return self._session
 
-    def close(self) -> None:
+    def close(self, *, with_session: bool) -> None:
+        """Waits for the threads. The session stays for saves that are still to be finalised."""
         self.finisher.shutdown(wait=True)
-        self.workers.close()
-        if self._session is not None:
+        if self._workers is not None:
+            self._workers.close()
+        if self._session is not None and with_session:
             self._session.close()
 
 
@@ -162,12 +179,12 @@ _current = _Current()
 _config = EngineConfig()
 
 
-def configure(config: EngineConfig) -> None:
+def configure(config: EngineConfig, *, unfinished: int) -> None:
     """Settings of the saves from now on. Saves on their way end with theirs."""
     global _config
     if config == _config:
         return
-    reset()
+    reset(unfinished=unfinished)
     _config = config
 
 
@@ -179,9 +196,13 @@ def core() -> Core:
         return _current.core
 
 
-def reset() -> None:
-    """Gives threads and memory back once the saves on their way have ended."""
+def reset(*, unfinished: int) -> None:
+    """Gives threads and memory back once the writes on their way have ended.
+
+    Args:
+        unfinished: saves that are still to be finalised; they need the session.
+    """
     with _lock:
         old, _current.core = _current.core, None
     if old is not None and old.pid == os.getpid():
-        old.close()
+        old.close(with_session=unfinished == 0)

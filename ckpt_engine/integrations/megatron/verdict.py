@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 
 from ckpt_engine.commit.coordinator import pack_error, unpack_error
 from ckpt_engine.commit.manifest import COMMIT_NAME, CommitRecord, FileEntry, compose_commit
-from ckpt_engine.commit.names import PART_DIRECTORY
-from ckpt_engine.errors import CheckpointError
+from ckpt_engine.commit.names import PART_DIRECTORY, absolute_directory
+from ckpt_engine.errors import CheckpointError, ConfigError
 from ckpt_engine.integrations.megatron import progress
 from ckpt_engine.integrations.megatron.write import Results, ThreadedWrite, unfinished
 from ckpt_engine.storage.fs import fsync_dir, write_atomic
@@ -88,8 +88,12 @@ def finish(write: ThreadedWrite, results: Sequence[Any], original: Callable[[], 
 
 def commit(directory: str, original: Callable[[], Any]) -> Any:
     """``save_config``, the last file that Megatron writes: and then the commit record. Errors are noted as above."""
+    try:
+        where = absolute_directory(directory)
+    except ConfigError:  # object storage, which is stock's
+        return original()
     with _lock:
-        gathered = _gathered.pop(os.path.abspath(directory), None)
+        gathered = _gathered.pop(where, None)
     if gathered is None:  # not one of ours
         return original()
     try:

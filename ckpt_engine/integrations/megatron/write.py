@@ -16,6 +16,7 @@ is left on this rank. Pickling the callable is refused: it means that somebody i
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import os
@@ -118,18 +119,19 @@ class ThreadedWrite:
         try:
             content = Buckets.of(buckets)
             core, name = self._core, self.name
-            core.workers.fit()
+            workers = core.workers
+            workers.fit()
             layout = layout_of(content, core.templates, core.layouts, rank=name.rank, checksum=core.config.checksum)
             shards = self._shards = ShardSave(
                 layout.images,
                 layout.static,
                 [[value for _, value in values] for values in content.values],
                 lambda key: self._temporary(content.paths[key]),
-                core.workers.pool,
+                workers.pool,
                 step=name.step,
                 rank=name.rank,
                 directory=self.directory,
-                extent_bytes=core.workers.geometry.extent_bytes,
+                extent_bytes=workers.geometry.extent_bytes,
                 config=core.config,
             )
             indexes = [index for values in content.values for index, _ in values]
@@ -137,12 +139,12 @@ class ThreadedWrite:
             finish = (shards, dict(content.paths), layout.results, indexes)
             # Submitted before staging: the writers free the extents that staging waits for, and what is submitted now
             # runs to its end even if the interpreter exits.
-            core.workers.write(shards.queue)
+            workers.write(shards.queue)
             core.finisher.submit(self._finish, *finish)
             submitted = True
             for device in on_devices(tensors):
                 torch.cuda.synchronize(device)  # the copy threads don't know the trainer's streams
-            shards.stage(tensors, core.workers.copiers)
+            shards.stage(tensors, workers.copiers)
         except BaseException as error:
             if submitted and shards is not None:
                 shards.queue.fail(error)
@@ -254,7 +256,7 @@ class ThreadedWrite:
 
 def write_of(function: Any) -> ThreadedWrite | None:
     """The save that a request's ``async_fn`` stands for, if it is one of ours."""
-    while hasattr(function, "func"):  # functools.partial
+    while isinstance(function, functools.partial):
         function = function.func
     return function if isinstance(function, ThreadedWrite) else None
 
