@@ -22,10 +22,11 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 from ckpt_engine.commit.directory import CheckpointDirectory
-from ckpt_engine.commit.manifest import CommitRecord, FileEntry, PartEntry, compose_commit
+from ckpt_engine.commit.manifest import COMMIT_NAME, CommitRecord, FileEntry, PartEntry, compose_commit
+from ckpt_engine.commit.names import PART_DIRECTORY
 from ckpt_engine.errors import StorageError
 from ckpt_engine.planning import DCP_VERSION, RankPlan
-from ckpt_engine.saving import PART_DIRECTORY, SaveJob, Vote
+from ckpt_engine.saving import Columns, SaveJob, Vote
 from ckpt_engine.storage.fs import write_atomic
 
 log = logging.getLogger("ckpt_engine")
@@ -36,7 +37,7 @@ class MetadataComposer:
 
     def __init__(self) -> None:
         self._plan_id: str | None = None
-        self._storage: dict[MetadataIndex, _StorageInfo] = {}
+        self._columns: list[tuple[tuple[str, ...], Columns]] = []  # per rank: file names and placements
         self._blob_places: tuple[object, ...] = ()
         self._pickled = b""
         self._save_id = ""
@@ -44,7 +45,7 @@ class MetadataComposer:
     def compose(self, plan: RankPlan, votes: Sequence[Vote], save_id: str) -> bytes:
         """The content of ``.metadata``."""
         if plan.plan_id != self._plan_id:
-            self._storage = self._tensor_storage(plan, votes)
+            self._columns = [(tuple(name for name, _ in vote.files), _known(vote)) for vote in votes]
             self._blob_places = ()
             self._plan_id = plan.plan_id
         places = tuple(vote.blobs for vote in votes)
@@ -60,10 +61,13 @@ class MetadataComposer:
     def _pickle(self, plan: RankPlan, votes: Sequence[Vote], save_id: str) -> bytes:
         if plan.metadata is None:
             raise RuntimeError("only rank 0 composes the metadata")
-        storage = dict(self._storage)
-        for (_, keys), vote in zip(plan.all_items, votes, strict=True):
+        # Made for the pickle and dropped again: 20,000 of these objects take 10 MB.
+        storage: dict[MetadataIndex, _StorageInfo] = {}
+        for (tensors, keys), (names, columns), vote in zip(plan.all_items, self._columns, votes, strict=True):
+            for index, file, offset, length in zip(tensors, *columns, strict=True):
+                storage[index] = _StorageInfo(names[file], offset, length)
             for index, (file, offset, length) in zip(keys, vote.blobs, strict=True):
-                storage[index] = _StorageInfo(vote.files[file][0], offset, length)
+                storage[index] = _StorageInfo(names[file], offset, length)
         metadata = Metadata(
             plan.metadata.state_dict_metadata, plan.metadata.planner_data, storage, StorageMeta(save_id=save_id)
         )
@@ -71,15 +75,11 @@ class MetadataComposer:
             metadata.version = DCP_VERSION
         return pickle.dumps(metadata)
 
-    @staticmethod
-    def _tensor_storage(plan: RankPlan, votes: Sequence[Vote]) -> dict[MetadataIndex, _StorageInfo]:
-        storage = {}
-        for (tensors, _), vote in zip(plan.all_items, votes, strict=True):
-            if vote.tensors is None:
-                raise RuntimeError("a rank left out the offsets of a plan that rank 0 doesn't know")
-            for index, file, offset, length in zip(tensors, *vote.tensors, strict=True):
-                storage[index] = _StorageInfo(vote.files[file][0], offset, length)
-        return storage
+
+def _known(vote: Vote) -> Columns:
+    if vote.tensors is None:
+        raise RuntimeError("a rank left out the offsets of a plan that rank 0 doesn't know")
+    return vote.tensors
 
 
 def commit(
@@ -116,7 +116,7 @@ def commit(
         empty=job.plan.empty,
         structure_digest=job.plan.digest,
     )
-    write_atomic(os.path.join(job.directory, PART_DIRECTORY, "commit.json"), compose_commit(record))
+    write_atomic(os.path.join(job.directory, PART_DIRECTORY, COMMIT_NAME), compose_commit(record))
     final = directory.publish(job.directory, job.step, job.save_id)
     try:
         directory.advance_trackers(job.step, job.train_state)

@@ -13,10 +13,13 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 
 from ckpt_engine.agreeing import Agreed
+from ckpt_engine.commit.manifest import part_name
+from ckpt_engine.commit.names import PART_DIRECTORY
 from ckpt_engine.config import EngineConfig
 from ckpt_engine.layout.image import plan_files
 from ckpt_engine.layout.records import TemplateCache
@@ -26,7 +29,8 @@ from ckpt_engine.results import SaveHandle, SaveStats
 from ckpt_engine.staging.pool import ExtentPool
 from ckpt_engine.storage.fs import write_atomic
 
-PART_DIRECTORY = "ckpt_engine"
+#: (file, offset, length) of each tensor, as columns.
+Columns: TypeAlias = "tuple[array.array[int], array.array[int], array.array[int]]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Vote:
     part: tuple[str, int, str]
     files: tuple[tuple[str, int], ...]
     blobs: tuple[tuple[int, int, int], ...]
-    tensors: tuple[array.array[int], array.array[int], array.array[int]] | None
+    tensors: Columns | None
 
 
 class RankLayout:
@@ -72,7 +76,7 @@ class RankLayout:
             checksum=checksum,
         )
 
-    def _placements(self, count: int) -> tuple[array.array[int], array.array[int], array.array[int]]:
+    def _placements(self, count: int) -> Columns:
         where: dict[int, tuple[int, int, int]] = {}
         for number, image in enumerate(self.images):
             for item, start, template in zip(image.items, image.starts, image.templates, strict=True):
@@ -168,7 +172,7 @@ class SaveJob:
         """
         self.shards.wait()
         content = self.shards.part(self.save_id, self.world_size, self.plan.blobs)
-        name = f"rank-{self.rank:05d}.json"
+        name = part_name(self.rank)
         write_atomic(os.path.join(self.directory, PART_DIRECTORY, name), content)
         return Vote(
             part=(name, len(content), hashlib.sha256(content).hexdigest()),

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from ckpt_engine import CheckpointEngine, EngineConfig, PerRank, StateError
+from ckpt_engine.commit.manifest import parse_commit
 from ckpt_engine.layout.records import _stand_in, make_template
 from ckpt_engine.planning import Planner, pickle_value, value_digest
 from ckpt_engine.state import flatten
@@ -115,6 +116,8 @@ def optimizer_on_one_rank(rank: int, world: int, directory: str) -> list[str]:
 def test_optimizer_state_that_one_rank_has_comes_back(tmp_path: Path) -> None:
     expected = ["0: [1.0, 1.0, 1.0, 1.0]", "1: [2.0, 2.0, 2.0, 2.0]"]
     assert run_ranks(2, optimizer_on_one_rank, str(tmp_path)) == [expected, expected]
+    record = tmp_path / "iter_0000001" / "ckpt_engine" / "commit.json"
+    assert parse_commit(record.read_bytes(), path=str(record)).empty == ()
 
 
 def cyclic_states() -> dict[str, tuple[dict[str, Any], str]]:

@@ -60,15 +60,16 @@ def install(config: EngineConfig | None = None) -> tuple[SelfCheck, ...]:
     """
     checks = self_check()
     for check in checks:
-        log.info("%s", check)
-    broken = [check for check in checks if check.missing]
+        log.log(logging.WARNING if check.missing else logging.INFO, "%s", check)
+    # An NVRx that is not as expected (older ones keep other files) stays as it is: its queues refuse our saves, loudly.
+    broken = [check for check in checks if check.missing and check.target == seams.REQUIRED]
     if broken:
         raise ConfigError(
             "this Megatron can't be changed, its own savers stay in use:\n" + "\n".join(map(str, broken)),
             phase="config",
             hint="use a version that the README lists, or report what is missing",
         )
-    if not seams.applied() and not any(check.present for check in checks):
+    if any(check.target == seams.REQUIRED and not check.present for check in checks):
         raise ConfigError(
             "there is no Megatron to install into: " + "; ".join(map(str, checks)),
             phase="config",
@@ -77,7 +78,7 @@ def install(config: EngineConfig | None = None) -> tuple[SelfCheck, ...]:
     if config is not None or not seams.applied():
         session.configure(config if config is not None else EngineConfig(), unfinished=len(unfinished))
     for check in checks:
-        if check.present:
+        if check.present and not check.missing:
             seams.apply(check.target)
     return checks
 

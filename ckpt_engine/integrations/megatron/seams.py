@@ -289,6 +289,9 @@ _FIELDS = {
     "nvidia-resiliency-ext": _queue_fields(f"{_NVRX}.core"),
 }
 
+#: The package without which, or with a seam of which missing, nothing is installed.
+REQUIRED = "megatron-core"
+
 TARGETS: dict[str, tuple[str, tuple[Seam, ...]]] = {
     "megatron-core": ("megatron.core", MCORE),
     "nvidia-resiliency-ext": ("nvidia_resiliency_ext", NVRX),
