@@ -14,6 +14,7 @@ The steps of an agreement between ranks (bytes in, bytes out) are here; who talk
 from __future__ import annotations
 
 import bisect
+import collections
 import ctypes
 import dataclasses
 import hashlib
@@ -54,13 +55,38 @@ class Proposal:
     train_state_digest: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Outgoing:
+    """The tensors that a rank writes. DCP's write items hold a kilobyte each; this is what is needed of them again.
+
+    Attributes:
+        keys: flat key of each.
+        offsets: its offset in the global tensor, or ``None``.
+        indirect: by number, the write items that only DCP's planner finds the tensor of (one of several shards).
+    """
+
+    keys: list[str]
+    offsets: list[torch.Size | None]
+    indirect: dict[int, WriteItem]
+
+    @classmethod
+    def of(cls, items: Sequence[WriteItem], flat: FlatState) -> Outgoing:
+        counts = collections.Counter(item.index.fqn for item in items)
+        indirect = {}
+        for number, item in enumerate(items):
+            value = flat.values.get(item.index.fqn)
+            if not isinstance(value, torch.Tensor) or (isinstance(value, DTensor) and counts[item.index.fqn] > 1):
+                indirect[number] = item
+        return cls([item.index.fqn for item in items], [item.index.offset for item in items], indirect)
+
+
 @dataclasses.dataclass
 class RankPlan:
     """What this rank writes, for as long as the structure stays the same.
 
     Attributes:
         plan_id: the same on every rank.
-        tensors: write items of tensors, in layout order; ``specs`` are parallel to them.
+        tensors: which tensors to write, in layout order; ``specs`` are parallel to them.
         blobs: flat keys of the pickled values that this rank writes.
         digest: digest of the global structure.
         groups: keys that are compared between ranks, those that the same ranks hold together.
@@ -71,7 +97,7 @@ class RankPlan:
 
     plan_id: str
     structure: list[Any]
-    tensors: list[WriteItem]
+    tensors: Outgoing
     specs: list[TensorSpec]
     blobs: list[str]
     digest: str
@@ -196,11 +222,12 @@ class Planner:
             raise RuntimeError("adopt() without local_plan()")
         items = [item for item, keep in zip(local.items, kept[self._rank], strict=True) if keep]
         tensors = [item for item in items if item.type != _BYTES]
+        outgoing = Outgoing.of(tensors, flat)
         plan = RankPlan(
             plan_id=plan_id,
             structure=list(structure(flat)),
-            tensors=tensors,
-            specs=_specs(tensors, resolve(tensors, flat)),
+            tensors=outgoing,
+            specs=_specs(tensors, resolve(outgoing, flat)),
             blobs=[item.index.fqn for item in items if item.type == _BYTES],
             digest=digest,
             groups=groups,
@@ -344,27 +371,21 @@ def _view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
 
 
-def resolve(items: Sequence[WriteItem], flat: FlatState) -> list[torch.Tensor]:
-    """The local tensor of each write item, detached."""
-    counts: dict[str, int] = {}
-    for item in items:
-        counts[item.index.fqn] = counts.get(item.index.fqn, 0) + 1
-    slow: DefaultSavePlanner | None = None
-    found: list[torch.Tensor] = []
-    for item in items:
-        value = flat.values.get(item.index.fqn)
-        if type(value) is DTensor and counts[item.index.fqn] == 1:
+def resolve(outgoing: Outgoing, flat: FlatState) -> list[torch.Tensor]:
+    """The local tensor of each tensor to write, detached."""
+    found: list[Any] = [flat.values.get(key) for key in outgoing.keys]
+    if outgoing.indirect:
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(flat.values)
+        for number, item in outgoing.indirect.items():
+            found[number] = planner.resolve_data(item)
+    for number, value in enumerate(found):
+        if isinstance(value, DTensor):
             value = value.to_local()
-        elif not isinstance(value, torch.Tensor) or type(value) is DTensor:
-            if slow is None:
-                slow = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-                slow.set_up_planner(flat.values)
-            value = slow.resolve_data(item)
         if not isinstance(value, torch.Tensor):
-            raise StateError(
-                f"{item.index.fqn!r} is a {type(value).__name__}, expected a tensor", key=item.index.fqn, phase="plan"
-            )
-        found.append(value.detach())
+            key = outgoing.keys[number]
+            raise StateError(f"{key!r} is a {type(value).__name__}, expected a tensor", key=key, phase="plan")
+        found[number] = value.detach()
     return found
 
 

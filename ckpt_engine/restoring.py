@@ -225,7 +225,7 @@ def plan_load(flat: FlatState, source: CheckpointSource, rank: int) -> LoadPlan:
         entry = saved.get(name)
         if entry is None:
             if _is_empty(value):
-                children = [k for k in order if k.startswith(name + ".")]
+                children = _below(source, order, name)
                 if children or any(k == name or k.startswith(name + ".") for k in empties):
                     plan.containers[key] = children
                     plan.unused.difference_update(children)
@@ -261,6 +261,18 @@ def _in_order(source: CheckpointSource) -> list[str]:
     saved = source.metadata.state_dict_metadata
     first = {key: None for key in source.metadata.planner_data or () if key in saved}
     return list(first | dict.fromkeys(saved))
+
+
+def _below(source: CheckpointSource, keys: Sequence[str], name: str) -> list[str]:
+    """The ``keys`` inside of the container ``name``; by path, since the flat key "a.b" may be no part of "a"."""
+    paths = source.metadata.planner_data or {}
+    found = []
+    for key in keys:
+        if key.startswith(name + "."):
+            path = paths.get(key)
+            if path is None or any(".".join(map(str, path[:depth])) == name for depth in range(1, len(path))):
+                found.append(key)
+    return found
 
 
 def _empties(source: CheckpointSource) -> dict[str, tuple[str | int, ...]]:

@@ -69,8 +69,8 @@ class RankLayout:
         self.columns = self._placements(len(plan.specs))
         self.static = describe_tensors(
             self.images,
-            [item.index.fqn for item in plan.tensors],
-            [_offsets(item.index.offset) for item in plan.tensors],
+            plan.tensors.keys,
+            [_offsets(offset) for offset in plan.tensors.offsets],
             plan.specs,
             rank=rank,
             checksum=checksum,

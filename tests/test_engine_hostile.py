@@ -292,3 +292,11 @@ def sets(rank: int, world: int, directory: str) -> None:
 def test_equal_sets_are_equal_on_every_rank(tmp_path: Path) -> None:
     """Each process has a hash seed of its own, and so its own order of the items."""
     run_ranks(2, sets, str(tmp_path))
+
+
+def test_a_dotted_neighbour_is_no_part_of_an_empty_container(tmp_path: Path) -> None:
+    with CheckpointEngine(tmp_path, config()) as engine:
+        engine.save({"a": {}, "a.b": 5}, 1).result(30)
+        state: dict[str, Any] = {"a": {}, "a.b": 0}
+        engine.restore(state)
+        assert state == {"a": {}, "a.b": 5}
