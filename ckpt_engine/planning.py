@@ -18,11 +18,10 @@ import collections
 import ctypes
 import dataclasses
 import hashlib
-import itertools
 import operator
 import pickle
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from ckpt_engine.errors import StateError
 from ckpt_engine.layout.image import TensorSpec
 from ckpt_engine.state import FlatState, check_tensor, collector_paused
 from ckpt_engine.storage.checksum import crc32
+from ckpt_engine.structure import SameMemory, check_shards, local_of, matches, structure
 from ckpt_engine.values import pickle_value as pickle_value
 from ckpt_engine.values import value_digest
 
@@ -69,15 +69,32 @@ class Outgoing:
     offsets: list[torch.Size | None]
     indirect: dict[int, WriteItem]
 
+    def pick(self, numbers: Sequence[int]) -> Outgoing:
+        """Only these, in this order."""
+        indirect = {new: self.indirect[old] for new, old in enumerate(numbers) if old in self.indirect}
+        return Outgoing([self.keys[n] for n in numbers], [self.offsets[n] for n in numbers], indirect)
+
+
+@dataclasses.dataclass(frozen=True)
+class _LocalItems:
+    """A local plan without its weight: all its items, and the shapes of the tensors (``None``: a pickled value)."""
+
+    outgoing: Outgoing
+    sizes: list[torch.Size | None]
+
     @classmethod
-    def of(cls, items: Sequence[WriteItem], flat: FlatState) -> Outgoing:
-        counts = collections.Counter(item.index.fqn for item in items)
+    def of(cls, plan: SavePlan, flat: FlatState) -> _LocalItems:
+        counts = collections.Counter(item.index.fqn for item in plan.items)
         indirect = {}
-        for number, item in enumerate(items):
+        for number, item in enumerate(plan.items):
             value = flat.values.get(item.index.fqn)
-            if not isinstance(value, torch.Tensor) or (isinstance(value, DTensor) and counts[item.index.fqn] > 1):
+            sharded = isinstance(value, ShardedTensor) or (isinstance(value, DTensor) and counts[item.index.fqn] > 1)
+            if item.type != _BYTES and sharded:
                 indirect[number] = item
-        return cls([item.index.fqn for item in items], [item.index.offset for item in items], indirect)
+        keys = [item.index.fqn for item in plan.items]
+        offsets = [item.index.offset for item in plan.items]
+        sizes = [None if item.tensor_data is None else item.tensor_data.chunk.sizes for item in plan.items]
+        return cls(Outgoing(keys, offsets, indirect), sizes)
 
 
 @dataclasses.dataclass
@@ -115,7 +132,7 @@ class Planner:
         self._rank = rank
         self._verify = verify_replicas
         self.plan: RankPlan | None = None
-        self._local: SavePlan | None = None
+        self._local: _LocalItems | None = None
 
     # -- every save ------------------------------------------------------------------------------------------------
 
@@ -160,16 +177,17 @@ class Planner:
         for key, value in flat.values.items():
             if isinstance(value, torch.Tensor):
                 if isinstance(value, DTensor):
-                    _local_of(key, value)
+                    local_of(key, value)
                 else:
                     check_tensor(key, value)
             elif isinstance(value, ShardedTensor):
-                _check_shards(key, value)
+                check_shards(key, value)
         try:
-            self._local = _write_items(flat.values, self._rank)
+            plan = _write_items(flat.values, self._rank)
         except Exception as error:
             raise _unplannable(flat.values, self._rank, error) from error
-        return pickle.dumps((self._local, flat.paths, flat.empties, sorted(flat.int_keys), self._digests(flat, blobs)))
+        self._local = _LocalItems.of(plan, flat)
+        return pickle.dumps((plan, flat.paths, flat.empties, sorted(flat.int_keys), self._digests(flat, blobs)))
 
     def judge_plan(self, payloads: Sequence[bytes]) -> tuple[bytes, str]:
         """On rank 0: the global plan from everybody's local plans; returns what :meth:`adopt` takes, and the structure's digest.
@@ -220,15 +238,15 @@ class Planner:
         self._local = None
         if local is None:
             raise RuntimeError("adopt() without local_plan()")
-        items = [item for item, keep in zip(local.items, kept[self._rank], strict=True) if keep]
-        tensors = [item for item in items if item.type != _BYTES]
-        outgoing = Outgoing.of(tensors, flat)
+        kept_items = [number for number, keep in enumerate(kept[self._rank]) if keep]
+        tensors = [number for number in kept_items if local.sizes[number] is not None]
+        outgoing = local.outgoing.pick(tensors)
         plan = RankPlan(
             plan_id=plan_id,
             structure=list(structure(flat)),
             tensors=outgoing,
-            specs=_specs(tensors, resolve(outgoing, flat)),
-            blobs=[item.index.fqn for item in items if item.type == _BYTES],
+            specs=_specs(outgoing.keys, [local.sizes[n] for n in tensors], resolve(outgoing, flat)),
+            blobs=[local.outgoing.keys[number] for number in kept_items if local.sizes[number] is None],
             digest=digest,
             groups=groups,
         )
@@ -264,61 +282,6 @@ def judge_begin(proposals: Sequence[Proposal]) -> bool:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def structure(flat: FlatState) -> Iterator[Any]:
-    """Structure of a state on this rank, piece by piece: names, types, shapes, dtypes, placements, and which tensors are the same memory.
-
-    Shapes and placements are in it, addresses are not: a plan never outlives a structure, and never holds on to a storage.
-    It is compared as it is made (:func:`matches`): tens of thousands of tuples kept for a comparison would set off the
-    garbage collector in the trainer, which costs more than the comparison.
-    """
-    yield frozenset(flat.int_keys)
-    same = SameMemory()
-    for number, (key, value) in enumerate(flat.values.items()):
-        kind = type(value)
-        if isinstance(value, torch.Tensor):
-            if isinstance(value, DTensor):
-                local = _local_of(key, value)
-                yield (key, kind, value.dtype, value.shape, value.placements, value.device_mesh, local.shape)
-                value = local
-            else:
-                check_tensor(key, value)
-                yield (key, kind, value.dtype, value.shape)
-            other = same.seen(number, value)
-            if other is not None:
-                yield (other, number)
-        elif isinstance(value, ShardedTensor):
-            _check_shards(key, value)
-            yield (key, kind, value.dtype, value.size(), repr(value.metadata().shards_metadata))
-        else:
-            yield (key, None)
-    yield flat.paths
-    yield flat.empties
-
-
-def _local_of(key: str, value: DTensor) -> torch.Tensor:
-    """This rank's shard, detached.
-
-    Raises:
-        StateError: it isn't a part of the value (a pending reduction), or it can't be saved exactly.
-    """
-    for placement in value.placements:
-        if placement.is_partial():
-            raise StateError(
-                f"{key!r} is a DTensor with the placement {placement}: no rank has its value before it is reduced",
-                key=key,
-                phase="plan",
-                hint="redistribute() it to Replicate() or Shard() first",
-            )
-    local = value.to_local().detach()
-    check_tensor(key, local)
-    return local
-
-
-def _check_shards(key: str, value: ShardedTensor) -> None:
-    for shard in value.local_shards():
-        check_tensor(key, shard.tensor)
-
-
 def _write_items(values: dict[str, Any], rank: int) -> SavePlan:
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(values, is_coordinator=rank == 0)
@@ -339,38 +302,6 @@ def _unplannable(values: dict[str, Any], rank: int, error: Exception) -> StateEr
     return StateError(f"the state can't be planned: {type(error).__name__}: {error}", phase="plan")
 
 
-def matches(known: Sequence[Any], flat: FlatState) -> bool:
-    """Whether ``known`` is the structure of ``flat``. Looks at every tensor of ``flat`` that can be compared, mismatch or not."""
-    equal, count = True, 0
-    for piece, other in zip(structure(flat), itertools.chain(known, itertools.repeat(None)), strict=False):
-        equal = equal and piece == other
-        count += 1
-    return equal and count == len(known)
-
-
-class SameMemory:
-    """Finds tensors that show exactly the same bytes as an earlier one (tied weights)."""
-
-    def __init__(self) -> None:
-        self._first: dict[int, int] = {}
-        self._tensors: dict[int, torch.Tensor] = {}
-
-    def seen(self, number: int, tensor: torch.Tensor) -> int | None:
-        """The number of the earlier tensor, or ``None``; ``tensor`` is remembered as ``number``."""
-        address = tensor.data_ptr()
-        if address == 0 or tensor.numel() == 0:
-            return None
-        other = self._first.setdefault(address, number)
-        if other == number:
-            self._tensors[address] = tensor
-            return None
-        return other if _view_of(self._tensors[address]) == _view_of(tensor) else None
-
-
-def _view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-
-
 def resolve(outgoing: Outgoing, flat: FlatState) -> list[torch.Tensor]:
     """The local tensor of each tensor to write, detached."""
     found: list[Any] = [flat.values.get(key) for key in outgoing.keys]
@@ -389,16 +320,15 @@ def resolve(outgoing: Outgoing, flat: FlatState) -> list[torch.Tensor]:
     return found
 
 
-def _specs(items: Sequence[WriteItem], tensors: Sequence[torch.Tensor]) -> list[TensorSpec]:
+def _specs(
+    keys: Sequence[str], sizes: Sequence[torch.Size | None], tensors: Sequence[torch.Tensor]
+) -> list[TensorSpec]:
     same = SameMemory()
     specs = []
-    for number, (item, tensor) in enumerate(zip(items, tensors, strict=True)):
-        if item.tensor_data is None or tuple(item.tensor_data.chunk.sizes) != tuple(tensor.shape):
-            planned = None if item.tensor_data is None else tuple(item.tensor_data.chunk.sizes)
+    for number, (key, size, tensor) in enumerate(zip(keys, sizes, tensors, strict=True)):
+        if size != tensor.shape:
             raise StateError(
-                f"{item.index.fqn!r} has shape {tuple(tensor.shape)}, expected {planned} from the plan",
-                key=item.index.fqn,
-                phase="plan",
+                f"{key!r} has shape {tuple(tensor.shape)}, expected {size} from the plan", key=key, phase="plan"
             )
         specs.append(TensorSpec(tuple(tensor.shape), tensor.dtype, same.seen(number, tensor)))
     return specs

@@ -55,11 +55,12 @@ from ckpt_engine.errors import CheckpointError, CorruptionError, StateError
 from ckpt_engine.layout.image import TensorSpec, plan_files
 from ckpt_engine.layout.records import TemplateCache
 from ckpt_engine.persisting import ShardSave, describe_tensors
-from ckpt_engine.planning import DCP_VERSION, SameMemory
+from ckpt_engine.planning import DCP_VERSION
 from ckpt_engine.restore.reader import TensorRead, read_object, read_tensors
 from ckpt_engine.restore.source import CheckpointSource
 from ckpt_engine.state import check_tensor
 from ckpt_engine.storage.fs import fsync_dir, make_directory, write_atomic
+from ckpt_engine.structure import SameMemory
 from ckpt_engine.version import __version__
 from ckpt_engine.workers import Workers
 
