@@ -133,6 +133,7 @@ class Planner:
         self._verify = verify_replicas
         self.plan: RankPlan | None = None
         self._local: _LocalItems | None = None
+        self._own: Any = None
 
     # -- every save ------------------------------------------------------------------------------------------------
 
@@ -169,7 +170,7 @@ class Planner:
     # -- when the structure is new -----------------------------------------------------------------------------------
 
     def local_plan(self, flat: FlatState, blobs: Mapping[str, bytes]) -> bytes:
-        """This rank's write items, pickled, for rank 0."""
+        """This rank's write items, pickled, for rank 0, which keeps its own as they are."""
         with collector_paused():
             return self._local_plan(flat, blobs)
 
@@ -187,7 +188,11 @@ class Planner:
         except Exception as error:
             raise _unplannable(flat.values, self._rank, error) from error
         self._local = _LocalItems.of(plan, flat)
-        return pickle.dumps((plan, flat.paths, flat.empties, sorted(flat.int_keys), self._digests(flat, blobs)))
+        items = (plan, flat.paths, flat.empties, sorted(flat.int_keys), self._digests(flat, blobs))
+        if self._rank == 0:
+            self._own = items
+            return b""
+        return pickle.dumps(items)
 
     def judge_plan(self, payloads: Sequence[bytes]) -> tuple[bytes, str]:
         """On rank 0: the global plan from everybody's local plans; returns what :meth:`adopt` takes, and the structure's digest.
@@ -204,8 +209,9 @@ class Planner:
         empties: dict[str, Any] = {}
         int_keys: set[str] = set()
         digests: list[dict[str, str]] = []
-        for payload in payloads:
-            plan, rank_paths, rank_empties, rank_int_keys, rank_digests = pickle.loads(payload)
+        own, self._own = self._own, None
+        for rank, payload in enumerate(payloads):
+            plan, rank_paths, rank_empties, rank_int_keys, rank_digests = pickle.loads(payload) if rank else own
             plans.append(plan)
             _check_paths(paths, rank_paths)
             paths.update(rank_paths)
@@ -227,8 +233,10 @@ class Planner:
         for before, after in zip(plans, final, strict=True):
             names = {(item.index.fqn, item.index.offset) for item in after.items}
             kept.append([(item.index.fqn, item.index.offset) in names for item in before.items])
-        described = [(k, str(v)) for k, v in sorted(metadata.state_dict_metadata.items())]
-        digest = hashlib.sha256(repr(described).encode()).hexdigest()
+        described = hashlib.sha256()
+        for key in sorted(metadata.state_dict_metadata):  # one by one: all of it as one text would be megabytes
+            described.update(repr((key, str(metadata.state_dict_metadata[key]))).encode(errors="surrogatepass"))
+        digest = described.hexdigest()
         return pickle.dumps((uuid.uuid4().hex, digest, [bytes(row) for row in kept], groups)), digest
 
     def adopt(self, verdict: bytes, flat: FlatState) -> RankPlan:
