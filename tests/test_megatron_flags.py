@@ -1,4 +1,4 @@
-"""Promises of the flags, the environment variables and the launcher. No Megatron is needed for these."""
+"""Promises of the flags, the environment variables and the launcher. Only the test of ``megatron.auto`` needs a Megatron."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from ckpt_engine import ConfigError, EngineConfig
 from ckpt_engine.integrations.megatron import flags
+from tests import megatron_wheels
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -80,17 +81,21 @@ print("megatron", sorted(name for name in sys.modules if name.startswith("megatr
 """
 
 
-def launch(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def python(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     root = str(Path(__file__).parent.parent)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("CKPT_ENGINE")}
     return subprocess.run(
-        [sys.executable, "-m", "ckpt_engine.launch", *arguments],
+        [sys.executable, *arguments],
         capture_output=True,
         text=True,
         timeout=50,
         cwd=folder,
         env={**clean, "PYTHONPATH": root, **environ},
     )
+
+
+def launch(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return python(folder, "-m", "ckpt_engine.launch", *arguments, **environ)
 
 
 def test_the_launcher_takes_its_own_flags_and_leaves_the_rest(tmp_path: Path) -> None:
@@ -109,3 +114,30 @@ def test_the_launcher_says_so_when_there_is_no_megatron(tmp_path: Path) -> None:
         pytest.skip("megatron-core is installed here")
     done = launch(tmp_path, "train.py", CKPT_ENGINE="threads")
     assert done.returncode != 0 and "no Megatron to install into" in done.stderr and "name" not in done.stdout
+
+
+AUTO = """
+import sys
+from tests import megatron_shims
+megatron_shims.use(sys.argv[1])
+import ckpt_engine.megatron.auto
+from ckpt_engine.integrations.megatron import seams, session
+imported = any(name.startswith("megatron") for name in sys.modules)
+print(imported, "megatron-core" in seams.applied(), session.core().config.writers)
+"""
+
+
+@pytest.mark.timeout(170)  # the wheel may have to be fetched
+@pytest.mark.parametrize(
+    ("environ", "printed"),
+    [({"CKPT_ENGINE": "threads"}, "True True 3"), ({}, f"False False {EngineConfig().writers}")],
+    ids=["threads", "nothing"],
+)
+def test_importing_auto_installs_only_if_the_environment_says_so(
+    tmp_path: Path, environ: dict[str, str], printed: str
+) -> None:
+    """With Megatron there in both cases, and a setting, which alone asks for nothing."""
+    folder = megatron_wheels.unpacked("megatron-core", megatron_wheels.versions()[-1])
+    done = python(tmp_path, "-c", AUTO, folder, CKPT_ENGINE_WRITERS="3", **environ)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == printed

@@ -1,6 +1,6 @@
 """Promises of ``ckpt_engine.megatron.install()``, on two gloo ranks and every version of megatron-core that is tested.
 
-The acts are in :mod:`tests.megatron_ranks` and run once per version; the tests here look at what came of them. "Whole" means:
+The acts are in :mod:`tests.megatron_acts` and run once per version; the tests here look at what came of them. "Whole" means:
 stock's ``dist_checkpointing.load`` reads it back bit for bit, and our verification finds nothing wrong.
 """
 
@@ -13,7 +13,8 @@ import pytest
 
 from ckpt_engine import TrainState
 from tests import megatron_wheels
-from tests.megatron_ranks import BUDGET, play
+from tests.megatron_acts import play
+from tests.megatron_ranks import BUDGET
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
