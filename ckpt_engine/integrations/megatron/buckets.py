@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -162,15 +162,6 @@ def value_results(
 def emptied(buckets: Sequence[Any]) -> list[Any]:
     """The same buckets in Megatron's layout without anything in them: what is staged needs them no longer."""
     return [(path, key, ([], [])) for path, key, _ in buckets]
-
-
-def on_devices(tensors: Sequence[torch.Tensor]) -> Mapping[torch.device, int]:
-    """How many tensors lie on each device that isn't the CPU."""
-    found: dict[torch.device, int] = {}
-    for tensor in tensors:
-        if not tensor.is_cpu:
-            found[tensor.device] = found.get(tensor.device, 0) + 1
-    return found
 
 
 def _bytes_of(item: WriteItem, value: Any) -> bytes:

@@ -25,7 +25,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-import torch
 from torch.distributed.checkpoint.api import _wrap_exception
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -33,7 +32,7 @@ from ckpt_engine.commit.coordinator import pack_error, unpack_error
 from ckpt_engine.commit.manifest import COMMIT_NAME, PartEntry, part_name
 from ckpt_engine.commit.names import PART_DIRECTORY, absolute_directory
 from ckpt_engine.errors import CheckpointError, CommitTimeoutError
-from ckpt_engine.integrations.megatron.buckets import Buckets, emptied, layout_of, on_devices, value_results
+from ckpt_engine.integrations.megatron.buckets import Buckets, emptied, layout_of, value_results
 from ckpt_engine.integrations.megatron.session import Core, SaveName, Session
 from ckpt_engine.persisting import ShardSave
 from ckpt_engine.storage.fs import fsync_dir, make_directory, write_atomic
@@ -142,8 +141,6 @@ class ThreadedWrite:
             workers.write(shards.queue)
             core.finisher.submit(self._finish, *finish)
             submitted = True
-            for device in on_devices(tensors):
-                torch.cuda.synchronize(device)  # the copy threads don't know the trainer's streams
             shards.stage(tensors, workers.copiers)
         except BaseException as error:
             if submitted and shards is not None:
