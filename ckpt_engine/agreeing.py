@@ -174,7 +174,9 @@ class SaveAgreement:
         payload, original = attempt(work, rank=self._rank, step=step, phase="plan")
         try:
             return pickle.loads(self._coordinator.decide(tag, payload, judge, phase="plan", step=step))
-        except CheckpointError:
+        except CheckpointError as error:
+            if self._coordinator.world_size == 1:
+                error.remote_traceback = None  # it isn't remote, and Python shows its own
             # With several ranks all raise the verdict, or they would part ways here; an interrupt is the trainer's own.
             if original is not None and (self._coordinator.world_size == 1 or not isinstance(original, Exception)):
                 raise original from None

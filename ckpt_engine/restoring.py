@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ckpt_engine.agreeing import attempt, opened
 from ckpt_engine.commit.coordinator import Coordinator
-from ckpt_engine.commit.directory import CheckpointDirectory
+from ckpt_engine.commit.directory import CheckpointDirectory, parse_step
 from ckpt_engine.config import EngineConfig
 from ckpt_engine.errors import CheckpointError, ConfigError, CorruptionError, KeyMismatchError, NotCommittedError
 from ckpt_engine.restore.reader import TensorRead, load_object, read_object, read_tensors
@@ -115,6 +115,10 @@ class Restorer:
                 log.warning(
                     "no committed checkpoint; steps %s have no commit record and can be asked for by number", stock
                 )
+            elif not committed:
+                single = parse_step(os.path.basename(self._directory.path)) is not None
+                advice = ": this is the directory of one step, the engine wants the one above" if single else ""
+                log.warning("there is nothing to restore in %s%s", self._directory.path, advice)
             return [(s, self._directory.path_of(s)) for s in committed]
         if not isinstance(step, int) or isinstance(step, bool):
             raise ConfigError(f'step is {step!r}, expected a step number or "latest"', phase="restore")
@@ -201,7 +205,9 @@ class Restorer:
 
         try:
             return pickle.loads(self._coordinator.decide(tag, payload, checked, phase="restore", step=step))
-        except CheckpointError:
+        except CheckpointError as error:
+            if self._coordinator.world_size == 1:
+                error.remote_traceback = None  # it isn't remote, and Python shows its own
             # With several ranks the verdict counts: a rank that went by its own error would fall back to another step.
             alone = self._coordinator.world_size == 1 and isinstance(original, CheckpointError)
             if original is not None and (alone or not isinstance(original, Exception)):

@@ -59,6 +59,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1")
     crash = options.crash_at_step
+    if options.save_every < 0:
+        parser.error("--save-every must not be negative")
     if crash is not None and (options.save_every < 1 or crash % options.save_every):
         parser.error(f"--crash-at-step {crash}: nothing is saved at that step (--save-every {options.save_every})")
     return options

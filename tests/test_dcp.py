@@ -84,6 +84,8 @@ def test_one_writer_serves_many_saves_and_replaces_what_is_there(tmp_path: Path)
         dcp.load(found, storage_reader=EngineStorageReader(tmp_path / "a"), no_dist=True)
         check(found, value)
     dcp.save(state(4), checkpoint_id=tmp_path / "b", storage_writer=writer, no_dist=True)
+    (tmp_path / "b" / f".__0_0.distcp.tmp-{'0' * 32}").write_bytes(b"of a save that was killed")
+    dcp.save(state(4), storage_writer=writer, no_dist=True)
     assert verify_checkpoint(tmp_path / "a").ok and verify_checkpoint(tmp_path / "b").ok
     assert not list(tmp_path.rglob("*tmp*"))
 

@@ -39,16 +39,20 @@ def refused(directory: Path, state: dict[str, Any]) -> StateError:
     return caught.value
 
 
-def local_plan(rank: int, state: dict[str, Any]) -> bytes:
-    flat = flatten(state, rank=rank)
-    blobs = {key: pickle_value(key, v) for key, v in flat.values.items() if not isinstance(v, torch.Tensor)}
-    return Planner(rank).local_plan(flat, blobs)
+def judged(*states: dict[str, Any]) -> Planner:
+    """Rank 0's planner after it has judged the plans of one rank per state."""
+    planners = [Planner(rank) for rank in range(len(states))]
+    payloads = []
+    for rank, (planner, state) in enumerate(zip(planners, states, strict=True)):
+        flat = flatten(state, rank=rank)
+        blobs = {key: pickle_value(key, v) for key, v in flat.values.items() if not isinstance(v, torch.Tensor)}
+        payloads.append(planner.local_plan(flat, blobs))
+    planners[0].judge_plan(payloads)
+    return planners[0]
 
 
 def merged_empties(*states: dict[str, Any]) -> set[tuple[str | int, ...]]:
-    judge = Planner(0)
-    judge.judge_plan([local_plan(rank, state) for rank, state in enumerate(states)])
-    return set(judge._global[3])
+    return set(judged(*states)._global[3])
 
 
 # -- keys ------------------------------------------------------------------------------------------------------------
@@ -241,7 +245,7 @@ def test_what_dcp_cannot_plan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(DefaultSavePlanner, "create_local_plan", failing)
     with pytest.raises(StateError, match="no such thing") as caught:
-        local_plan(0, {"good": torch.ones(1), "bad": torch.ones(1)})
+        judged({"good": torch.ones(1), "bad": torch.ones(1)})
     assert caught.value.key == "bad"
 
 

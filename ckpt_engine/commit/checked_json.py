@@ -35,7 +35,7 @@ class JsonReader:
             tensor=tensor,
             path=self.path,
             phase="verify",
-            hint="restore an older step; `ckpt-engine verify` shows which ones are whole",
+            hint="restore an older step; engine.verify(step) tells which ones are whole",
         )
 
     def load(self, data: bytes) -> Any:

@@ -21,6 +21,7 @@ import hashlib
 import io
 import os
 import pickle
+import re
 import threading
 import uuid
 from collections.abc import Sequence
@@ -63,6 +64,8 @@ from ckpt_engine.storage.fs import fsync_dir, make_directory, write_atomic
 from ckpt_engine.structure import SameMemory
 from ckpt_engine.version import __version__
 from ckpt_engine.workers import Workers
+
+_LEFTOVER = re.compile(r"\.__\d+_\d+\.distcp\.tmp-[0-9a-f]{32}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +115,10 @@ class EngineStorageWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        with os.scandir(self.path) as entries:  # what a save that was killed has left here
+            for entry in entries:
+                if _LEFTOVER.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                    os.unlink(entry.path)
         return [
             dataclasses.replace(plan, storage_data=_RankOrder(rank, len(plans), self._save_id))
             for rank, plan in enumerate(plans)

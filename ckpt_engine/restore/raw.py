@@ -22,7 +22,7 @@ WINDOW = 16 << 20
 #: Vectored reads take at most this many buffers.
 IOV_MAX = 1024
 
-HINT = "restore an older step; `ckpt-engine verify` shows which ones are whole"
+HINT = "restore an older step; engine.verify(step) tells which ones are whole"
 
 
 @functools.lru_cache(maxsize=4096)  # making an array type costs ten times as much as an array; states have few sizes

@@ -129,5 +129,5 @@ def _damaged(message: str, path: str, step: int | None) -> CorruptionError:
         step=step,
         path=path,
         phase="restore",
-        hint="restore an older step; `ckpt-engine verify` shows which ones are whole",
+        hint="restore an older step; engine.verify(step) tells which ones are whole",
     )
