@@ -52,6 +52,16 @@ class CheckpointError(RuntimeError):
         # Exceptions pickle as cls(*args) and would lose every keyword; the fields travel as state instead.
         return (_rebuild, (type(self), self.message, dict(self.__dict__)))
 
+    def __repr__(self) -> str:
+        # Frameworks print no more than this of an error that they have caught (DCP's CheckpointException does): the family is
+        # what tells an operator whose it is.
+        name = type(self).__name__
+        return (
+            f"{name}({self.message!r})"
+            if type(self) is CheckpointError
+            else f"CheckpointError.{name}({self.message!r})"
+        )
+
     def __str__(self) -> str:
         where = [
             f"{name} {value}"

@@ -179,42 +179,35 @@ def test_the_page_cache_is_left_alone(tmp_path: Path) -> None:
         assert shards and all(resident(str(shard)) <= 0.05 for shard in shards)
 
 
-def largest_gap(work: Any) -> float:
-    """The longest time that another thread, which wants to run every 2 ms, is kept waiting while ``work`` runs."""
+def ticks_during(work: Any) -> float:
+    """How often another thread that wants to run every 2 ms gets to run while ``work`` does, as a part of what it wants."""
     stop = threading.Event()
-    gaps = []
+    ticks = [0]
 
     def tick() -> None:
-        last = time.perf_counter()
         while not stop.is_set():
             time.sleep(0.002)
-            now = time.perf_counter()
-            gaps.append(now - last)
-            last = now
+            ticks[0] += 1
 
     thread = threading.Thread(target=tick)
     thread.start()
+    begin = time.perf_counter()
     try:
         work()
     finally:
+        spent = time.perf_counter() - begin
         stop.set()
         thread.join()
-    return max(gaps)
+    return ticks[0] / (spent / 0.002)
 
 
-def test_the_gil_is_not_held_in_proportion_to_the_bytes(tmp_path: Path) -> None:
-    """B013: one 64 MiB and one 512 MiB tensor; the largest gap of a ticking thread must not grow with the size."""
+def test_other_threads_run_while_bulk_work_is_done(tmp_path: Path) -> None:
+    """B013: one 512 MiB tensor, copied, checksummed and written. Were the GIL held for one of these, nobody else would run."""
     with CheckpointEngine(tmp_path, config(keep_last=1)) as engine:
-        gaps = []
-        for step, size in enumerate((64, 512)):
-            state = {"t": torch.ones(size * MIB // 4)}
-
-            def save(state: dict[str, Any] = state, step: int = step) -> None:
-                engine.save(state, step).result(90)
-
-            gaps.append(min(largest_gap(save), largest_gap(lambda: save(step=10 + step))))  # noqa: B023
-        # Machines that run tests stall threads by themselves; what must never be seen is a stall of the copy's or write's length.
-        assert gaps[1] < 0.2
+        state = {"t": torch.ones(128 * MIB)}
+        assert ticks_during(lambda: engine.save(state, 1).result(90)) > 0.1
+        held = ticks_during(lambda: bytes(memoryview(state["t"].numpy()).cast("B")))  # a copy that does hold it
+        assert held < 0.1
 
 
 KILLED = """
