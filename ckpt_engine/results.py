@@ -59,7 +59,7 @@ class RestoreReport:
 
     Attributes:
         missing: keys of the given state that the checkpoint doesn't have (their values are untouched).
-        unexpected: keys of the checkpoint that the given state (of no rank) asked for.
+        unexpected: keys of the checkpoint that no rank asked for.
         skipped: newer steps that were passed over, and why.
         notes: anything else worth knowing, such as per-rank values taken from another rank.
         bytes: bytes that this rank read.
