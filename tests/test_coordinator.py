@@ -99,10 +99,10 @@ def test_every_rank_gets_the_verdict_and_no_key_is_left() -> None:
 
 
 def late_verdict(rank: int, world: int) -> tuple[float, bytes]:
-    coordinator = Coordinator.for_group(None, timeout=1.0)
+    coordinator = Coordinator.for_group(None, timeout=2.0)
 
     def judge(payloads: list[bytes]) -> bytes:
-        time.sleep(1.5)  # longer than the others' patience for a rank that says nothing
+        time.sleep(2.5)  # longer than the others' patience for a rank that says nothing
         return repr(time.monotonic()).encode()
 
     verdict = coordinator.decide("slow", b"", judge, phase="commit", step=1)
@@ -228,7 +228,7 @@ def silences(rank: int, world: int) -> list[Any]:
             return b""
 
         outcome = told(lambda n=late, j=judge: coordinator.decide(f"late/{n}", b"", j, phase="vote", step=3))
-        found.append((outcome, time.monotonic() - begin < (2.5 if rank == late else 1.9), judged))
+        found.append((outcome, time.monotonic() - begin < (4.5 if rank == late else 4.0), judged))
     after = coordinator.decide("after", b"%d" % rank, joined, phase="vote", step=4, timeout=20)
     return [*found, after, keys_return_to(before)]
 
@@ -248,11 +248,11 @@ def test_a_silent_rank_is_named_on_every_rank_by_the_deadline() -> None:
 
 
 def rank_one_dies(rank: int, world: int) -> tuple[Any, ...]:
-    coordinator = Coordinator.for_group(None, timeout=1.0)
+    coordinator = Coordinator.for_group(None, timeout=30.0)
     coordinator.decide("start", b"", joined, phase="vote", step=1)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return told(lambda: coordinator.decide("vote", b"", joined, phase="vote", step=2))
+    return told(lambda: coordinator.decide("vote", b"", joined, phase="vote", step=2, timeout=1.0))
 
 
 def test_a_dead_rank_is_named_on_the_others() -> None:
@@ -281,22 +281,24 @@ def test_a_dead_host_of_the_store_is_an_error_at_once() -> None:
 
 
 def frozen_host(rank: int, world: int) -> list[Any]:
-    store_client._STORE_PATIENCE = 0.5
-    coordinator = Coordinator.for_group(None, timeout=1.0)
+    coordinator = Coordinator.for_group(None, timeout=30.0)
     pids = coordinator.decide("pids", b"%d" % os.getpid(), joined, phase="vote", step=1)
     if rank == 0:
         time.sleep(0.5)  # stopped in here
     else:
         host = int(pids.split(b",")[0])
+        patience, store_client._STORE_PATIENCE = store_client._STORE_PATIENCE, 0.5
         os.kill(host, signal.SIGSTOP)
         try:
             begin = time.monotonic()
             found = [
-                told(lambda n=n: coordinator.decide(f"frozen/{n}", b"", joined, phase="vote", step=2)) for n in "ab"
+                told(lambda n=n: coordinator.decide(f"frozen/{n}", b"", joined, phase="vote", step=2, timeout=1.0))
+                for n in "ab"
             ]
             seconds = time.monotonic() - begin
         finally:
             os.kill(host, signal.SIGCONT)
+            store_client._STORE_PATIENCE = patience
     dist.barrier()
     time.sleep(0.2)
     after = coordinator.decide("after", b"%d" % rank, joined, phase="vote", step=3)
@@ -307,7 +309,7 @@ def test_a_frozen_host_of_the_store_cannot_hold_a_rank() -> None:
     """B004: the deadline holds though a request to the store does not come back; afterwards all is well again."""
     first, (after, seconds, *found) = run_ranks(2, frozen_host)
     assert first == [b"0,1"] and after == b"0,1"
-    assert seconds < 4
+    assert seconds < 10
     for kind, message, fields in found:
         assert kind == "CommitTimeoutError" and fields["silent_ranks"] == (0,) and "does not answer" in message
         assert (fields["step"], fields["phase"]) == (2, "vote")

@@ -394,7 +394,7 @@ def test_waiting_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
                 begin = time.monotonic()
                 with pytest.raises(CommitTimeoutError) as caught:
                     wait()
-                assert time.monotonic() - begin < 2 and caught.value.step == 1
+                assert time.monotonic() - begin < 8 and caught.value.step == 1
             gate.open()
         assert handle.result(30).step == 1
 

