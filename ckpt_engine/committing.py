@@ -11,12 +11,14 @@ Order, and what a crash after each step leaves behind:
 
 from __future__ import annotations
 
+import copy
 import datetime
 import hashlib
 import logging
 import os
 import pickle
 from collections.abc import Sequence
+from typing import Protocol
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -25,11 +27,19 @@ from ckpt_engine.commit.directory import CheckpointDirectory
 from ckpt_engine.commit.manifest import COMMIT_NAME, CommitRecord, FileEntry, PartEntry, compose_commit
 from ckpt_engine.commit.names import PART_DIRECTORY
 from ckpt_engine.errors import StorageError
-from ckpt_engine.planning import DCP_VERSION, RankPlan
+from ckpt_engine.planning import DCP_VERSION
 from ckpt_engine.saving import Columns, SaveJob, Vote
 from ckpt_engine.storage.fs import write_atomic
 
 log = logging.getLogger("ckpt_engine")
+
+
+class Planned(Protocol):
+    """What a plan tells rank 0 of the metadata: see :class:`ckpt_engine.planning.RankPlan`."""
+
+    plan_id: str
+    metadata: Metadata | None
+    all_items: list[tuple[list[MetadataIndex], list[MetadataIndex]]]
 
 
 class MetadataComposer:
@@ -42,7 +52,7 @@ class MetadataComposer:
         self._pickled = b""
         self._save_id = ""
 
-    def compose(self, plan: RankPlan, votes: Sequence[Vote], save_id: str) -> bytes:
+    def compose(self, plan: Planned, votes: Sequence[Vote], save_id: str) -> bytes:
         """The content of ``.metadata``."""
         if plan.plan_id != self._plan_id:
             self._columns = [(tuple(name for name, _ in vote.files), _known(vote)) for vote in votes]
@@ -58,7 +68,7 @@ class MetadataComposer:
         self._save_id = save_id
         return self._pickled
 
-    def _pickle(self, plan: RankPlan, votes: Sequence[Vote], save_id: str) -> bytes:
+    def _pickle(self, plan: Planned, votes: Sequence[Vote], save_id: str) -> bytes:
         if plan.metadata is None:
             raise RuntimeError("only rank 0 composes the metadata")
         # Made for the pickle and dropped again: 20,000 of these objects take 10 MB.
@@ -68,9 +78,8 @@ class MetadataComposer:
                 storage[index] = _StorageInfo(names[file], offset, length)
             for index, (file, offset, length) in zip(keys, vote.blobs, strict=True):
                 storage[index] = _StorageInfo(names[file], offset, length)
-        metadata = Metadata(
-            plan.metadata.state_dict_metadata, plan.metadata.planner_data, storage, StorageMeta(save_id=save_id)
-        )
+        metadata = copy.copy(plan.metadata)
+        metadata.storage_data, metadata.storage_meta = storage, StorageMeta(save_id=save_id)
         if hasattr(metadata, "version"):  # later torch only
             metadata.version = DCP_VERSION
         return pickle.dumps(metadata)

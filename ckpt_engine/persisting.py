@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import array
 import concurrent.futures
+import hashlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -68,6 +69,7 @@ class ShardSave:
         blobs: pickled values, one sequence per image.
         path_of: where a file goes, by its name.
         directory: for messages.
+        digests: take a SHA-256 of each file while it is written.
 
     Attributes:
         queue: of the writer threads; run :meth:`WriteQueue.pump` on each of them.
@@ -89,6 +91,7 @@ class ShardSave:
         directory: str,
         extent_bytes: int,
         config: EngineConfig,
+        digests: bool = False,
     ) -> None:
         self._images, self._static = images, static
         self._pool, self._extent_bytes, self._config = pool, extent_bytes, config
@@ -100,9 +103,12 @@ class ShardSave:
             Sealer(image, run, extent_bytes, checksum=config.checksum)
             for image, run in zip(images, self._runs, strict=True)
         ]
+        self._digests = [hashlib.sha256() for _ in images] if digests else None
         self._writers = [
-            FileWriter(self._opener(image.name, run.size), -(-run.size // extent_bytes), extent_bytes, sealer.seal)
-            for image, run, sealer in zip(images, self._runs, self._sealers, strict=True)
+            FileWriter(
+                self._opener(image.name, run.size), -(-run.size // extent_bytes), extent_bytes, self._seal_of(number)
+            )
+            for number, (image, run) in enumerate(zip(images, self._runs, strict=True))
         ]
         self.placed = tuple(
             (number, start, len(blob)) for number, run in enumerate(self._runs) for start, blob in run.blobs
@@ -119,6 +125,23 @@ class ShardSave:
             return file
 
         return open_file
+
+    def _seal_of(self, number: int) -> Callable[[int, memoryview], int]:
+        seal, size, step = self._sealers[number].seal, self._runs[number].size, self._extent_bytes
+        if self._digests is None:
+            return seal
+        digest = self._digests[number]
+
+        def seal_and_digest(extent: int, view: memoryview) -> int:
+            sealed = seal(extent, view)
+            digest.update(view[: min(step, size - extent * step)])  # extents are sealed in file order
+            return sealed
+
+        return seal_and_digest
+
+    def digests(self) -> tuple[str, ...] | None:
+        """SHA-256 of each file, if they were asked for, once :meth:`wait` has returned."""
+        return None if self._digests is None else tuple(digest.hexdigest() for digest in self._digests)
 
     @property
     def size(self) -> int:

@@ -42,13 +42,14 @@ class Vote:
         files: name and size of each shard file.
         blobs: (file, offset, length) of each pickled value, in the plan's order.
         tensors: columns (file, offset, length) of each tensor in the plan's order, as long as no save with this plan was committed.
-        seal_seconds, write_seconds: for the statistics.
+        digests: SHA-256 of each shard file, if they were asked for.
     """
 
     part: tuple[str, int, str]
     files: tuple[tuple[str, int], ...]
     blobs: tuple[tuple[int, int, int], ...]
     tensors: Columns | None
+    digests: tuple[str, ...] | None = None
 
 
 class RankLayout:

@@ -214,17 +214,16 @@ def act_no_memory(rank: int, directory: str) -> Any:
 
 
 def act_failing_finish(rank: int, directory: str) -> Any:
-    """Rank 0 can't write .metadata; then metadata.json; then the commit record. Stock leaves the others in a collective."""
+    """Rank 0 can't give a part manifest its name; then it can't write .metadata. Stock leaves the others in a collective."""
     from megatron.core.dist_checkpointing import serialization
-    from torch.distributed.checkpoint import FileSystemWriter
 
-    from ckpt_engine.integrations.megatron import verdict
+    from ckpt_engine.integrations.megatron import finalizing
 
     def broken(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     found = {}
-    places = ((FileSystemWriter, "finish"), (verdict, "write_atomic"))
+    places = ((finalizing, "fsync_dir"), (finalizing, "write_atomic"))
     for owner, name in places:
         for mode in ("sync", "async"):
             path = os.path.join(directory, f"{name}-{mode}")
@@ -350,9 +349,18 @@ def act_integrity(rank: int, directory: str) -> Any:
 
     if "verify_integrity" not in inspect.signature(dist_checkpointing.save).parameters:
         return "this version has no integrity manifest"
+    from megatron.core.dist_checkpointing import validation
+
+    def read_again(path: str) -> str:
+        raise OSError(5, f"{path} is read a second time")
+
     sharded = state(2.0)
     wanted = data_of(sharded)
-    dist_checkpointing.save(sharded, directory, verify_integrity=True)
+    real, validation._compute_file_hash = validation._compute_file_hash, read_again
+    try:
+        dist_checkpointing.save(sharded, directory, verify_integrity=True)
+    finally:
+        validation._compute_file_hash = real
     loaded = dist_checkpointing.load(state(blank=True), directory, verify_integrity=True)
     found = [] if torch.equal(loaded["replica"], wanted["replica"]) else ["replica differs"]
     return found + problems(directory, wanted)

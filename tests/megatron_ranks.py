@@ -215,15 +215,15 @@ def _async_act(directory: str, calls: Any) -> Any:
 
 
 def missing_seam(adapter: Any) -> dict[str, Any]:
-    """An install that finds something missing."""
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync as Writer
+    """An install that finds a seam that isn't what it has to be."""
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy as Strategy
 
-    before, original = _surface(), Writer.retrieve_write_results
-    del Writer.retrieve_write_results
+    before, original = _surface(), Strategy.async_save
+    Strategy.async_save = lambda self, something_else: None
     try:
         error = _error_of(adapter.install)
     finally:
-        Writer.retrieve_write_results = original
+        Strategy.async_save = original
     return {"error": error, "unchanged": _surface() == before}
 
 

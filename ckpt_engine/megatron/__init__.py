@@ -1,7 +1,11 @@
 """Short name of :mod:`ckpt_engine.integrations.megatron`."""
 
+from typing import TYPE_CHECKING, Any
+
+from ckpt_engine.integrations import megatron
 from ckpt_engine.integrations.megatron import (
     SelfCheck,
+    ThreadAsyncCallsQueue,
     add_arguments,
     config_from_args,
     install,
@@ -10,8 +14,13 @@ from ckpt_engine.integrations.megatron import (
     uninstall,
 )
 
+if TYPE_CHECKING:
+    from ckpt_engine.integrations.megatron.strategy import ThreadedSaveStrategy
+
 __all__ = [
     "SelfCheck",
+    "ThreadAsyncCallsQueue",
+    "ThreadedSaveStrategy",
     "add_arguments",
     "config_from_args",
     "install",
@@ -19,3 +28,7 @@ __all__ = [
     "self_check",
     "uninstall",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(megatron, name)

@@ -3,6 +3,9 @@
 >>> import ckpt_engine.megatron as m
 >>> m.install()                                                                       # doctest: +SKIP
 
+or, with nothing changed, objects for those who make theirs: :class:`ThreadedSaveStrategy`, :class:`ThreadAsyncCallsQueue`, and
+:mod:`.bridge` for Megatron-Bridge.
+
 From then on every ``dist_checkpointing.save`` of this process, synchronous or asynchronous, through whatever framework and
 queue, goes through the engine: staged into a pool of bounded size on the caller's thread, written with O_DIRECT and
 checksums by threads, reported and finalised on Megatron's own sequence of collectives. Stock loaders read the result; on top
@@ -15,17 +18,23 @@ from __future__ import annotations
 
 import atexit
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_engine.config import EngineConfig
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.integrations.megatron import flags, seams, session
 from ckpt_engine.integrations.megatron.flags import add_arguments, config_from_args
+from ckpt_engine.integrations.megatron.queues import ThreadAsyncCallsQueue
 from ckpt_engine.integrations.megatron.seams import SelfCheck
 from ckpt_engine.integrations.megatron.write import unfinished
 
+if TYPE_CHECKING:
+    from ckpt_engine.integrations.megatron.strategy import ThreadedSaveStrategy
+
 __all__ = [
     "SelfCheck",
+    "ThreadAsyncCallsQueue",
+    "ThreadedSaveStrategy",
     "add_arguments",
     "config_from_args",
     "install",
@@ -36,6 +45,14 @@ __all__ = [
 ]
 
 log = logging.getLogger("ckpt_engine")
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ThreadedSaveStrategy":  # a subclass of one of Megatron's: importing this package imports no Megatron
+        from ckpt_engine.integrations.megatron.strategy import ThreadedSaveStrategy
+
+        return ThreadedSaveStrategy
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def self_check() -> tuple[SelfCheck, ...]:
@@ -99,11 +116,11 @@ def install_from_environment() -> bool:
 def uninstall() -> None:
     """Takes all changes back. Idempotent.
 
-    Waits until what is staged is written. A save that is still to be finalised ends as it began, but gets no commit record.
+    Waits until what is staged is written. A save that is still to be finalised ends as it began.
     """
     if unfinished:
         log.warning(
-            "%d saves are not finalised yet and will have no commit record: %s", len(unfinished), list(unfinished)
+            "%d saves are not finalised yet; call their finalize functions: %s", len(unfinished), list(unfinished)
         )
     seams.restore()
     session.reset(unfinished=len(unfinished))

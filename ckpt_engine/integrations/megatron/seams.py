@@ -4,19 +4,22 @@ Classes are changed in place, since frameworks hold the classes, or instances of
 also replaced where a loaded module has imported them by name. A seam is found by its name and its parameters, never by a
 version number. If one that is needed is missing, nothing at all is changed.
 
-=====================================================  ==============================================================
-``FileSystemWriterAsync.get_save_function_and_args``   our callable instead of stock's write function
-``retrieve_write_results`` of that writer              the results of this save, or its error
-``finish`` of that writer                              keeps errors of rank 0 back until all ranks can raise them
-``filesystem_async.get_write_results_queue``           no Manager process
-``AsyncCallsQueue.schedule_async_request``, ``close``  our requests stay in this process
-``AsyncCallsQueue.warmup_persistent_caller``           no worker process
-``AsyncRequest.execute_sync``                          raises on every rank what rank 0 kept back
-``serialization.save_config``, ``save``                the commit record after ``metadata.json``
-``TorchDistSaveShardedStrategy.async_save``            "nvrx", the default, means this engine
-``get_async_strategy``                                 "nvrx" is no error where NVRx isn't installed
-``megatron.training.checkpointing``                    deletes on threads (:mod:`.retiring`)
-=====================================================  ==============================================================
+=========================================================  ==========================================================
+``TorchDistSaveShardedStrategy.async_save``, ``save``      planned, written and finalised by the engine (:mod:`.requests`)
+``filesystem_async.get_write_results_queue``               no Manager process
+``AsyncCallsQueue.schedule_async_request``, ``close``      our requests stay in this process (:mod:`.queues`)
+``AsyncCallsQueue.warmup_persistent_caller``               no worker process
+``serialization.save``                                     takes the train state, and notes what else it will write
+``serialization.save_config``                              ``metadata.json`` is there already
+``serialization.save_integrity_manifest``                  from sums taken while writing
+``validation.determine_global_metadata``,                  shards are checked when the engine plans, not gathered at
+``validate_sharding_integrity``                            every save
+``get_async_strategy``                                     "nvrx" is no error where NVRx isn't installed
+``strategies.base.async_calls``                            there for those who import it (:mod:`.oldnames`)
+``megatron.training.checkpointing``                        see :mod:`.training`
+=========================================================  ==========================================================
+
+In a version without a queue of its own (0.20) requests go to NVRx's queue or to ours.
 """
 
 from __future__ import annotations
@@ -26,15 +29,15 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import json
 import logging
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from ckpt_engine.integrations.megatron import calls, progress, retiring, verdict
-from ckpt_engine.integrations.megatron.session import core
-from ckpt_engine.integrations.megatron.write import ThreadedWrite, write_of
+from ckpt_engine.integrations.megatron import finalizing, oldnames, progress, queues, requests, retiring
+from ckpt_engine.storage.fs import write_atomic
 
 log = logging.getLogger("ckpt_engine")
 
@@ -51,16 +54,18 @@ class Seam:
     Attributes:
         module, owner, names: ``module.owner.name``; an empty owner is the module itself; the first name that is there counts.
         parameters: that the function has to take, by name.
-        wrap: makes the replacement from the original; ``None``: only has to be there, it is replaced on single objects.
+        wrap: makes the replacement from the original.
         needed: whether nothing works without it.
+        queued: needed only where the package has a queue of async requests.
     """
 
     module: str
     owner: str
     names: tuple[str, ...]
     parameters: tuple[str, ...]
-    wrap: Wrap | None
+    wrap: Wrap
     needed: bool = True
+    queued: bool = False
 
     def __str__(self) -> str:
         return ".".join(part for part in (self.module, self.owner, self.names[0]) if part)
@@ -110,31 +115,6 @@ class Fields:
 
 # -- replacements --------------------------------------------------------------------------------------------------------
 
-#: What the ``dist_checkpointing.save`` that is running has made: if it is synchronous, the commit comes before it returns.
-_awaiting_commit: list[ThreadedWrite] = []
-
-#: The train state of the ``dist_checkpointing.save`` that is running.
-_snapshot: list[bytes | None] = []
-
-
-def _save_function(original: Any) -> Any:
-    @functools.wraps(original)
-    def get_save_function_and_args(self: Any) -> Any:
-        if getattr(self, "use_msc", False) or self.write_buckets is None:
-            return original(self)  # object storage: stock's writers know how
-        write = ThreadedWrite(core(), self.write_buckets, self.checkpoint_dir, *_snapshot)
-        finish = self.finish
-        # On this writer, not on its class: whoever uninstalls meanwhile, this save ends as it began.
-        self.retrieve_write_results = write.results
-        self.finish = lambda metadata, results: verdict.finish(write, results, lambda: finish(metadata, results))
-        _awaiting_commit.append(write)
-        buckets = self.write_buckets
-        # The writer lives until the save is finalised; with the buckets it would keep the trainer's tensors.
-        self.write_buckets = [(path, key, ([], [])) for path, key, _ in buckets]
-        return write, write.preload, [write.name.rank, buckets, self.results_queue]
-
-    return get_save_function_and_args
-
 
 class NoResultsQueue:
     """Stands where stock keeps the proxy of a Manager process. Holds nothing."""
@@ -157,7 +137,7 @@ def _results_queue(original: Any) -> Any:
 def _schedule(original: Any) -> Any:
     @functools.wraps(original)
     def schedule_async_request(self: Any, async_request: Any) -> Any:
-        return calls.schedule(self, async_request, original)
+        return queues.schedule(self, async_request, original)
 
     return schedule_async_request
 
@@ -165,7 +145,7 @@ def _schedule(original: Any) -> Any:
 def _close(original: Any) -> Any:
     @functools.wraps(original)
     def close(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.close(self, bool(kwargs.get("abort", args[0] if args else False)))
+        queues.close(self, bool(kwargs.get("abort", args[0] if args else False)))
         return original(self, *args, **kwargs)
 
     return close
@@ -178,62 +158,119 @@ def _warmup(original: Any) -> Any:
     return classmethod(functools.wraps(original)(warmup_persistent_caller))
 
 
-def _execute_sync(original: Any) -> Any:
+def _async_save(original: Any) -> Any:
     @functools.wraps(original)
-    def execute_sync(self: Any) -> Any:
-        write = write_of(self.async_fn)
-        if write is None:
-            return original(self)
-        write.checked = True
-        with verdict.heard(write):
-            result = original(self)
-        verdict.check(write)
-        verdict.settle(write)
-        return result
+    def async_save(self: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        if elsewhere(checkpoint_dir):
+            if "async_strategy" in inspect.signature(original).parameters and not _importable("nvidia_resiliency_ext"):
+                args, kwargs = (), {"async_strategy": "mcore"}
+            return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        return requests.save_request(self, sharded_state_dict, checkpoint_dir)
 
-    return execute_sync
+    async_save.ours = True  # type: ignore[attr-defined]
+    return async_save
+
+
+def _strategy_save(original: Any) -> Any:
+    @functools.wraps(original)
+    def save(self: Any, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        if elsewhere(checkpoint_dir):
+            return original(self, sharded_state_dict, checkpoint_dir)
+        plan = getattr(self, "async_save", None) or functools.partial(requests.save_request, self)
+        plan(sharded_state_dict, checkpoint_dir).execute_sync()
+        return None
+
+    return save
+
+
+def elsewhere(directory: Any) -> bool:
+    """Whether this goes to an object store, which stock's writers know how to do. Plain paths are ours, with or without MSC."""
+    return str(directory).startswith("msc:/")
+
+
+def _save(original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save(*args: Any, **kwargs: Any) -> Any:
+        retiring.use_threads()
+        given = signature.bind(*args, **kwargs).arguments
+        common = given.get("common_strategy")
+        requests.running = requests.Running(
+            train_state=progress.snapshot(given.get("sharded_state_dict")),
+            digests=bool(given.get("verify_integrity")),
+            ours=_is_ours(given.get("sharded_strategy")) and not elsewhere(given.get("checkpoint_dir")),
+            complete=bool(given.get("validate_access_integrity", True)),
+            common=common if isinstance(common, tuple) else common and (common.backend, common.version),
+        )
+        try:
+            return original(*args, **kwargs)
+        finally:
+            requests.running = requests.Running()
+
+    return save
+
+
+def _is_ours(strategy: Any) -> bool:
+    base = getattr(strategy, "base_strategy", strategy)
+    if base is None or base == ("torch_dist", 1):
+        return True  # stands for mcore's own, which is changed
+    return bool(getattr(getattr(type(base), "async_save", None), "ours", False))
+
+
+#: Stands for the shards of all ranks where the engine's plan checks them.
+_UNGATHERED = object()
+
+
+def _global_metadata(original: Any) -> Any:
+    @functools.wraps(original)
+    def determine_global_metadata(*args: Any, **kwargs: Any) -> Any:
+        if requests.running.ours:
+            return None, _UNGATHERED  # no gather of all shards of all ranks at every save
+        return original(*args, **kwargs)
+
+    return determine_global_metadata
+
+
+def _sharding_integrity(original: Any) -> Any:
+    check_common = getattr(sys.modules[original.__module__], "_validate_common_state_dict", None)
+
+    @functools.wraps(original)
+    def validate_sharding_integrity(global_metadata: Any, common_state_dict: Any = None) -> Any:
+        if global_metadata is not _UNGATHERED:
+            return original(global_metadata, common_state_dict)
+        if common_state_dict is not None and check_common is not None:
+            check_common(common_state_dict)
+        return None
+
+    return validate_sharding_integrity
 
 
 def _save_config(original: Any) -> Any:
     @functools.wraps(original)
     def save_config(config: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        return verdict.commit(os.fspath(checkpoint_dir), lambda: original(config, checkpoint_dir, *args, **kwargs))
+        try:
+            with open(os.path.join(os.fspath(checkpoint_dir), "metadata.json"), "rb") as file:
+                if file.read() == json.dumps(dataclasses.asdict(config)).encode():
+                    return None  # the commit record vouches for it: truncating it now could leave neither
+        except (OSError, TypeError):
+            pass
+        return original(config, checkpoint_dir, *args, **kwargs)
 
     return save_config
 
 
-def _save(original: Any) -> Any:
+def _save_integrity_manifest(original: Any) -> Any:
     @functools.wraps(original)
-    def save(*args: Any, **kwargs: Any) -> Any:
-        _awaiting_commit.clear()
-        retiring.use_threads()
-        _snapshot[:] = [progress.snapshot(args[0] if args else kwargs.get("sharded_state_dict"))]
-        try:
-            result = original(*args, **kwargs)
-        finally:
-            _snapshot.clear()
-        for write in tuple(_awaiting_commit):
-            if result is None:  # synchronous; the requests of others are checked where they are finalised
-                verdict.check(write)
-                verdict.settle(write)
-        _awaiting_commit.clear()
-        return result
+    def save_integrity_manifest(checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        sums = finalizing.digests_of(os.fspath(checkpoint_dir))
+        if sums is None:
+            return original(checkpoint_dir, *args, **kwargs)
+        content = json.dumps({"algorithm": "sha256", "files": dict(sorted(sums.items()))}, indent=2).encode()
+        write_atomic(os.path.join(os.path.abspath(os.fspath(checkpoint_dir)), "integrity.json"), content)
+        return None
 
-    return save
-
-
-def _async_save(original: Any) -> Any:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def async_save(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(self, *args, **kwargs)
-        if "async_strategy" in signature.parameters:
-            # Planning and writing are mcore's and ours, whoever owns the queue; NVRx needn't be installed for that.
-            bound.arguments["async_strategy"] = "mcore"
-        return original(*bound.args, **bound.kwargs)
-
-    return async_save
+    return save_integrity_manifest
 
 
 def _strategy(original: Any) -> Any:
@@ -252,10 +289,9 @@ def _strategy(original: Any) -> Any:
 
 def _queue_seams(module: str) -> tuple[Seam, ...]:
     return (
-        Seam(module, "AsyncCallsQueue", ("schedule_async_request",), ("self", "async_request"), _schedule),
-        Seam(module, "AsyncCallsQueue", ("close",), ("self",), _close),
+        Seam(module, "AsyncCallsQueue", ("schedule_async_request",), ("self", "async_request"), _schedule, queued=True),
+        Seam(module, "AsyncCallsQueue", ("close",), ("self",), _close, queued=True),
         Seam(module, "AsyncCallsQueue", ("warmup_persistent_caller",), (), _warmup, needed=False),
-        Seam(module, "AsyncRequest", ("execute_sync",), ("self",), _execute_sync),
     )
 
 
@@ -268,26 +304,56 @@ def _queue_fields(module: str) -> tuple[Fields, ...]:
     )
 
 
-_WRITER = f"{_MCORE}.strategies.filesystem_async"
+_QUEUES = {"megatron-core": f"{_MCORE}.strategies.async_utils", "nvidia-resiliency-ext": f"{_NVRX}.core"}
 
 MCORE: tuple[Seam, ...] = (
-    Seam(_WRITER, "FileSystemWriterAsync", ("get_save_function_and_args",), ("self",), _save_function),
-    Seam(_WRITER, "FileSystemWriterAsync", ("retrieve_write_results",), ("self",), None),
-    Seam(_WRITER, "FileSystemWriterAsync", ("finish",), ("self", "metadata", "results"), None),
-    Seam(_WRITER, "", ("get_write_results_queue", "_get_write_results_queue"), (), _results_queue),
-    *_queue_seams(f"{_MCORE}.strategies.async_utils"),
-    Seam(f"{_MCORE}.serialization", "", ("save_config",), ("config", "checkpoint_dir"), _save_config),
-    Seam(f"{_MCORE}.serialization", "", ("save",), ("sharded_state_dict", "checkpoint_dir"), _save),
-    Seam(f"{_MCORE}.strategies.torch", "TorchDistSaveShardedStrategy", ("async_save",), ("self",), _async_save),
+    Seam(
+        f"{_MCORE}.strategies.torch",
+        "TorchDistSaveShardedStrategy",
+        ("async_save",),
+        ("self", "sharded_state_dict", "checkpoint_dir"),
+        _async_save,
+        queued=True,
+    ),
+    Seam(
+        f"{_MCORE}.strategies.torch",
+        "TorchDistSaveShardedStrategy",
+        ("save",),
+        ("self", "sharded_state_dict", "checkpoint_dir"),
+        _strategy_save,
+    ),
     Seam(f"{_MCORE}.strategies.torch", "", ("get_async_strategy",), ("async_strategy",), _strategy, needed=False),
+    Seam(
+        f"{_MCORE}.strategies.filesystem_async",
+        "",
+        ("get_write_results_queue", "_get_write_results_queue"),
+        (),
+        _results_queue,
+        needed=False,
+    ),
+    *_queue_seams(_QUEUES["megatron-core"]),
+    Seam(f"{_MCORE}.validation", "", ("determine_global_metadata",), (), _global_metadata, needed=False),
+    Seam(
+        f"{_MCORE}.validation",
+        "",
+        ("validate_sharding_integrity",),
+        ("global_metadata", "common_state_dict"),
+        _sharding_integrity,
+        needed=False,
+    ),
+    Seam(f"{_MCORE}.serialization", "", ("save",), ("sharded_state_dict", "checkpoint_dir"), _save),
+    Seam(f"{_MCORE}.serialization", "", ("save_config",), ("config", "checkpoint_dir"), _save_config),
+    Seam(
+        f"{_MCORE}.serialization",
+        "",
+        ("save_integrity_manifest",),
+        ("checkpoint_dir",),
+        _save_integrity_manifest,
+        needed=False,
+    ),
 )
 
-NVRX: tuple[Seam, ...] = _queue_seams(f"{_NVRX}.core")
-
-_FIELDS = {
-    "megatron-core": _queue_fields(f"{_MCORE}.strategies.async_utils"),
-    "nvidia-resiliency-ext": _queue_fields(f"{_NVRX}.core"),
-}
+NVRX: tuple[Seam, ...] = _queue_seams(_QUEUES["nvidia-resiliency-ext"])
 
 #: The package without which, or with a seam of which missing, nothing is installed.
 REQUIRED = "megatron-core"
@@ -330,15 +396,18 @@ def look(target: str) -> SelfCheck:
     if not _importable(package):
         return SelfCheck(target, present=False)
     found, optional, missing = [], [], []
+    queue_module = _QUEUES[target]
+    has_queue = _importable(queue_module)
     for seam in seams:
         place = seam.find()
         if not isinstance(place, str):
             found.append(str(seam))
-        elif seam.needed:
+        elif seam.needed and (has_queue or not seam.queued):
             missing.append(place)
         else:
             optional.append(place)
-    missing += [problem for fields in _FIELDS[target] if (problem := fields.problem()) is not None]
+    if has_queue:
+        missing += [problem for fields in _queue_fields(queue_module) if (problem := fields.problem()) is not None]
     return SelfCheck(target, True, tuple(found), tuple(optional), tuple(missing))
 
 
@@ -367,7 +436,7 @@ def apply(target: str) -> None:
     made = _changes[target] = []
     for seam in TARGETS[target][1]:
         place = seam.find()
-        if isinstance(place, str) or seam.wrap is None:
+        if isinstance(place, str):
             continue
         owner, name = place
         original = inspect.getattr_static(owner, name)
@@ -376,6 +445,8 @@ def apply(target: str) -> None:
         setattr(owner, name, replacement)
         if not seam.owner:
             made += _rebind(name, original, replacement)
+    if target == REQUIRED:
+        oldnames.add()
 
 
 def _rebind(name: str, original: Any, replacement: Any) -> list[_Change]:
@@ -392,6 +463,7 @@ def _rebind(name: str, original: Any, replacement: Any) -> list[_Change]:
 def restore() -> None:
     """Takes all changes back, last one first."""
     retiring.restore()
+    oldnames.remove()
     for target in list(_changes):
         for change in reversed(_changes.pop(target)):
             if change.inherited:

@@ -1,22 +1,19 @@
-"""What the Megatron saves of one process share: worker threads, staging memory, and an identity that all ranks agree on.
+"""What the Megatron saves of one process share: worker threads, staging memory, known plans, and the rounds with other ranks.
 
-A save needs a name (the save id in the part manifests and the commit record) before its first byte is written, and the
-ranks of a Megatron save exchange no such thing. So at the first save they agree on a random number through the c10d Store
-(no collective: Megatron's own sequence of collectives stays as it is), and number their saves from then on.
+The ranks talk over the c10d Store (no collective: Megatron's own sequence of collectives stays as it is).
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import hashlib
 import logging
 import os
 import re
 import threading
-import uuid
 import weakref
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -24,10 +21,11 @@ from torch.distributed import distributed_c10d
 from ckpt_engine.commit.coordinator import Coordinator
 from ckpt_engine.commit.names import parse_step
 from ckpt_engine.config import EngineConfig
-from ckpt_engine.errors import ConfigError
-from ckpt_engine.integrations.megatron.buckets import Layout
 from ckpt_engine.layout.records import TemplateCache
 from ckpt_engine.workers import Workers
+
+if TYPE_CHECKING:
+    from ckpt_engine.integrations.megatron.planning import Plan
 
 log = logging.getLogger("ckpt_engine")
 
@@ -35,16 +33,6 @@ log = logging.getLogger("ckpt_engine")
 _OPENING_SECONDS = 120.0
 
 _TRAILING_NUMBER = re.compile(r"([0-9]{1,18})\D*$")
-
-
-class SaveName(NamedTuple):
-    """Identity of one save. ``number`` counts the saves of the process group; the rest is in the part manifests."""
-
-    number: int
-    save_id: str
-    step: int
-    rank: int
-    world_size: int
 
 
 def step_of(directory: str) -> int:
@@ -58,70 +46,55 @@ def step_of(directory: str) -> int:
 
 
 class Session:
-    """The ranks of one default process group, numbered saves, and notes of failures. Thread-safe."""
+    """The ranks of one default process group, and the number of their next save. Thread-safe.
+
+    Opening and finalising have a coordinator each: SkyRL finalises in a helper thread while its trainer may be saving again.
+    """
 
     def __init__(self, group: Any, config: EngineConfig) -> None:
         self._group = None if group is None else weakref.ref(group)  # a destroyed group must be able to go
         self._config = config
-        self._coordinator = Coordinator.for_group(None, timeout=config.commit_timeout)
-        self.rank, self.world_size = self._coordinator.rank, self._coordinator.world_size
-        self._lock = threading.Lock()  # SkyRL finalises from a helper thread; a coordinator is for one at a time
-        self._nonce: bytes | None = None
-        self._attempts = 0
+        self._front = Coordinator.for_group(None, timeout=config.commit_timeout)
+        self._back = self._front.for_thread()
+        self.rank, self.world_size = self._front.rank, self._front.world_size
+        self._front_lock, self._back_lock = threading.Lock(), threading.Lock()
         self._number = 0
+        self._met = False
 
     def belongs_to(self, group: Any) -> bool:
         """Whether this is the session of that default group."""
         return group is (None if self._group is None else self._group())
 
-    def name(self, directory: str) -> SaveName:
-        """Opens a save: all ranks call this in the same order.
+    def next_number(self, step: int) -> int:
+        """The number of the next save; all ranks count alike.
 
-        Raises:
-            CommitTimeoutError: a rank doesn't take part: the engine isn't installed there.
-            ConfigError: the ranks were installed with different settings.
+        A rank that missed a save, which failed on the others, counts it too, or it would answer all later ones a save late.
         """
-        with self._lock:
+        with self._front_lock:
             self._number += 1
-            if self._nonce is None:
-                self._attempts += 1
-                self._nonce = self._coordinator.decide(
-                    f"megatron/open/{self._attempts}",
-                    self._fingerprint(),
-                    _judge_opening,
-                    phase="plan",
-                    step=None,
-                    timeout=min(_OPENING_SECONDS, self._config.commit_timeout),
+            while (missed := self._front.failed(f"megatron/open/{self._number}")) is not None and missed.step != step:
+                log.warning(
+                    "this rank missed the save of step %s, which failed on the others: %s", missed.step, missed.message
                 )
-            digest = hashlib.sha256(self._nonce + f"/{self._number}/{directory}".encode()).hexdigest()
-            return SaveName(self._number, digest[:32], step_of(directory), self.rank, self.world_size)
+                self._number += 1
+            return self._number
 
-    def _fingerprint(self) -> bytes:
-        return f"checksum={self._config.checksum}".encode()
+    def open(self, tag: str, payload: bytes, judge: Callable[[list[bytes]], bytes], step: int) -> bytes:
+        """A round before anything is written; raises like :meth:`ckpt_engine.commit.coordinator.Coordinator.decide`."""
+        timeout = self._config.commit_timeout if self._met else min(_OPENING_SECONDS, self._config.commit_timeout)
+        with self._front_lock:
+            verdict = self._front.decide(f"megatron/{tag}", payload, judge, phase="plan", step=step, timeout=timeout)
+        self._met = True
+        return verdict
 
-    def note_failure(self, number: int, packed: bytes) -> None:
-        """Tells the others of a failure; they find it once they have synchronised with this rank."""
-        with self._lock:
-            self._coordinator.note(f"megatron/failed/{number}", packed)
-
-    def failure_of(self, number: int) -> bytes | None:
-        """A failure of any rank."""
-        with self._lock:
-            return self._coordinator.noted(f"megatron/failed/{number}")
+    def finalize(self, number: int, payload: bytes, judge: Callable[[list[bytes]], bytes], step: int) -> bytes:
+        """The round that commits a save."""
+        with self._back_lock:
+            return self._back.decide(f"megatron/commit/{number}", payload, judge, phase="commit", step=step)
 
     def close(self) -> None:
-        self._coordinator.close()
-
-
-def _judge_opening(fingerprints: list[bytes]) -> bytes:
-    if len(set(fingerprints)) > 1:
-        shown = {rank: text.decode() for rank, text in enumerate(fingerprints)}
-        raise ConfigError(
-            f"the ranks were installed with different settings: {shown}",
-            phase="plan",
-            hint="call ckpt_engine.megatron.install() with the same config on every rank",
-        )
-    return uuid.uuid4().bytes
+        self._back.close()
+        self._front.close()
 
 
 @dataclasses.dataclass
@@ -140,7 +113,7 @@ class Core:
         self.templates = TemplateCache()
         # One thread: it waits for the storage, renames and writes the manifest; saves end in the order they began.
         self.finisher = concurrent.futures.ThreadPoolExecutor(1, "ckpt-finish")
-        self.layouts: list[Layout] = []
+        self.plans: list[Plan] = []  # the most recently used one last
         self._lock = threading.Lock()
         self._workers: Workers | None = None
         self._session: Session | None = None

@@ -2,146 +2,167 @@
 
 ::
 
-    get_save_function_and_args -> (write, write.preload, [rank, buckets, None])
+    ThreadedWrite(core, session, opening, target)   caller's thread: the ranks have agreed, nothing is copied yet
     write.preload()            caller's thread: copies everything into extents; writer threads write meanwhile
     write(rank, buckets, ..)   caller's thread, synchronous saves: waits until the files are durable
     write.done()               caller's thread, polls of a queue
-    write.results()            caller's thread, finalisation: results of exactly this save, or its wrapped error
+    write.vote()               caller's thread, finalisation: this rank's part of the commit, or its error
 
-Files are written under temporary names; once all are durable, the finisher thread renames them, and writes this rank's part
-manifest before it reports. Promises: when ``preload`` returns nothing reads the sources any more; whatever goes wrong on
-this rank is in ``results``, so that Megatron's own gather takes it to all ranks; after a failure no file of this save
-is left on this rank. Pickling the callable is refused: it means that somebody is about to start a process.
+Files are written under temporary names; once all are durable, the finisher thread renames them. Promises: when ``preload``
+returns nothing reads the sources any more; whatever goes wrong on this rank is raised by ``vote``, which takes it to all
+ranks; after a failure no file of this save is left on this rank. Whoever sends the callable to another process gets one that
+does nothing: the save stays here.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import logging
 import os
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint.api import _wrap_exception
-from torch.distributed.checkpoint.storage import WriteResult
+import torch
 
 from ckpt_engine.commit.coordinator import pack_error, unpack_error
-from ckpt_engine.commit.manifest import COMMIT_NAME, PartEntry, part_name
-from ckpt_engine.commit.names import PART_DIRECTORY, absolute_directory
+from ckpt_engine.commit.manifest import part_name
+from ckpt_engine.commit.names import PART_DIRECTORY
 from ckpt_engine.errors import CheckpointError, CommitTimeoutError
-from ckpt_engine.integrations.megatron.buckets import Buckets, emptied, layout_of, value_results
-from ckpt_engine.integrations.megatron.session import Core, SaveName, Session
+from ckpt_engine.integrations.megatron.layouts import FileLayout
+from ckpt_engine.integrations.megatron.planning import Opening
+from ckpt_engine.integrations.megatron.session import Core, Session
 from ckpt_engine.persisting import ShardSave
+from ckpt_engine.saving import Vote
 from ckpt_engine.storage.fs import fsync_dir, make_directory, write_atomic
 
 log = logging.getLogger("ckpt_engine")
 
-#: A shard file on its way is called "." + its name + this + the save id.
+#: A file on its way is called "." + its name + this + the save id.
 _TEMPORARY = ".tmp-"
 
 
-class Results(list[WriteResult]):
-    """Write results as Megatron gathers them, with what the commit record needs to know of this rank's part."""
+class Target(NamedTuple):
+    """What the commit of a save writes next to the shard files.
 
-    def __init__(self, results: Sequence[WriteResult], name: SaveName, part: PartEntry, size: int) -> None:
-        super().__init__(results)
-        self.name = name
-        self.part = part
-        self.size = size
+    Attributes:
+        config: content of ``metadata.json``.
+        digests: whether SHA-256 sums of the shard files are wanted, for Megatron's ``integrity.json``.
+    """
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Results, (list(self), self.name, self.part, self.size))
+    config: bytes
+    digests: bool = False
 
 
 class ThreadedWrite:
     """A save on its way; callable like stock's write function. Made on every rank, also where there is nothing to write."""
 
-    def __init__(self, core: Core, buckets: Sequence[Any], directory: Any, train_state: bytes | None = None) -> None:
-        self.directory = os.fspath(directory)
-        self.checksum = core.config.checksum
-        self.train_state = train_state
-        self.checked = False  # whoever finalises this looks for notes of failures
+    def __init__(self, core: Core, session: Session, opening: Opening, target: Target) -> None:
+        self.core, self.session, self.target = core, session, target
+        self.plan, self.directory, self.step = opening.plan, opening.directory, opening.step
+        self.number, self.save_id = opening.number, opening.save_id
+        self.rank, self.world_size = session.rank, session.world_size
+        self.train_state = opening.train_state
+        self.settled = False
         self._pid = os.getpid()
-        self._core = core
-        self._buckets: Sequence[Any] | None = buckets
+        self._tensors: list[torch.Tensor] = opening.content.tensors
+        self._values: list[bytes] = opening.content.values
         self._lock = threading.Lock()
         self._started = False
         self._done = threading.Event()
         self._shards: ShardSave | None = None
-        self._results: Results | None = None
+        self._vote: Vote | None = None
         self._error: CheckpointError | None = None
-        self.session: Session | None = None
-        self.name = SaveName(0, "", 0, 0, 1)
+        self._names: list[str] = []
+        self._layout: FileLayout | None = None
         try:
-            self.directory = absolute_directory(self.directory)
-            self.session = core.session()
-            self.name = self.session.name(self.directory)
-        except Exception as error:  # one rank that raised here would leave the others in Megatron's next collective
+            self._layout = opening.plan.layout(core, self.rank, opening.first)
+        except Exception as error:  # the other ranks have begun; they hear of it when they finalise
             self._fail(error, "plan")
         unfinished.add(self)
 
-    def __reduce__(self) -> NoReturn:
-        raise CheckpointError(
-            "a save of ckpt_engine can't be sent to another process",
-            step=self.name.step,
-            phase="stage",
-            hint="schedule it on an AsyncCallsQueue that install() has seen, or call execute_sync()",
+    def __reduce__(self) -> tuple[Any, ...]:
+        log.warning(
+            "a save was scheduled on a queue that sends it to another process, which will find nothing to do; "
+            "call ckpt_engine.megatron.install(), or use ThreadAsyncCallsQueue"
         )
+        return functools.partial, (_nothing_to_do,)
 
     def __repr__(self) -> str:
         state = "failed" if self._error else "durable" if self._done.is_set() else "on its way"
         return f"<save of {self.directory}: {state}>"
 
+    def __del__(self) -> None:
+        if not getattr(self, "settled", True) and self._pid == os.getpid():
+            what = "was written but never finalised" if self._started else "was never scheduled"
+            log.error("a save of %s %s and is dropped: there is no checkpoint", self.directory, what)
+
+    def buckets(self, *, empty: bool = False) -> list[Any]:
+        """The content in the form of stock's write buckets, for whoever looks into the arguments of a request::
+
+        [(full path, storage key, ([(index, BytesIO), ...], [(index, tensor), ...])), ...]
+        """
+        layout = self._layout
+        if layout is None:
+            return []
+        values = layout.by_file(self._values) if self._values and not empty else [[] for _ in layout.images]
+        names = self.plan.value_names
+        found = []
+        for number, image in enumerate(layout.images):
+            keys = [names[i] for i, place in enumerate(layout.places) if place == number]
+            data: list[Any] = [(key, io.BytesIO(value)) for key, value in zip(keys, values[number], strict=False)]
+            tensors = (
+                [] if empty or not self._tensors else [(self.plan.chunks[i], self._tensors[i]) for i in image.items]
+            )
+            found.append((os.path.join(self.directory, image.name), image.name, (data, tensors)))
+        return found
+
     # -- caller's thread --------------------------------------------------------------------------------------------
 
     def preload(self) -> list[Any]:
         """Stages everything; returns the buckets emptied, as a stand-in for stock's staged ones. Raises interrupts only."""
-        buckets = self._buckets or []
-        self.start(buckets)
-        return emptied(buckets)
+        self.start()
+        return self.buckets(empty=True)
 
-    def start(self, buckets: Sequence[Any]) -> None:
-        """Stages and starts to write, once; further calls do nothing. Errors are kept for :meth:`results`."""
+    def start(self) -> None:
+        """Stages and starts to write, once; further calls do nothing. Errors are kept for :meth:`vote`."""
+        if os.getpid() != self._pid:
+            return  # a queue has forked to call this; the parent's threads do the work
         with self._lock:
             if self._started or self._done.is_set():
                 return
             self._started = True
-        if os.getpid() != self._pid:
-            raise CheckpointError(
-                "a save was started in a forked process", path=self.directory, step=self.name.step, phase="stage"
-            )
         submitted = False
         shards: ShardSave | None = None
         try:
-            content = Buckets.of(buckets)
-            core, name = self._core, self.name
+            if self._layout is None:
+                raise CheckpointError("the save has no layout", phase="plan")
+            core, layout = self.core, self._layout
             workers = core.workers
             workers.fit()
-            layout = layout_of(content, core.templates, core.layouts, rank=name.rank, checksum=core.config.checksum)
             shards = self._shards = ShardSave(
                 layout.images,
                 layout.static,
-                [[value for _, value in values] for values in content.values],
-                lambda key: self._temporary(content.paths[key]),
+                layout.by_file(self._values),
+                lambda name: self._temporary(self.directory, name),
                 workers.pool,
-                step=name.step,
-                rank=name.rank,
+                step=self.step,
+                rank=self.rank,
                 directory=self.directory,
                 extent_bytes=workers.geometry.extent_bytes,
                 config=core.config,
+                digests=self.target.digests,
             )
-            indexes = [index for values in content.values for index, _ in values]
-            tensors = content.tensors
-            finish = (shards, dict(content.paths), layout.results, indexes)
             # Submitted before staging: the writers free the extents that staging waits for, and what is submitted now
             # runs to its end even if the interpreter exits.
             workers.write(shards.queue)
-            core.finisher.submit(self._finish, *finish)
+            core.finisher.submit(self._finish, shards, layout)
             submitted = True
-            shards.stage(tensors, workers.copiers)
+            shards.stage(self._tensors, workers.copiers)
+            log.info("step %d staged: %d bytes on rank %d for %s", self.step, shards.size, self.rank, self.directory)
         except BaseException as error:
             if submitted and shards is not None:
                 shards.queue.fail(error)
@@ -150,21 +171,21 @@ class ThreadedWrite:
             if not isinstance(error, Exception):
                 raise  # an interrupt is the trainer's own
         finally:
-            self._buckets = None
+            self._tensors, self._values = [], []
 
-    def __call__(self, *args: Any, **_: Any) -> None:
+    def __call__(self, *_: Any, **__: Any) -> None:
         """Stock's write function: returns once the files are durable or the save has failed, and raises neither way."""
-        if not self._started:
-            self.start(args[1] if len(args) > 1 and args[1] is not None else self._buckets or [])
-        self.wait()
+        if os.getpid() == self._pid:
+            self.start()
+            self.wait()
 
     def done(self) -> bool:
         """Whether this rank's files are durable, or the save has failed here. One that was never started has nothing to wait for."""
         return self._done.is_set() or not self._started
 
     def wait(self) -> None:
-        """Waits for :meth:`done`, as long as the storage takes bytes. Then the error of :meth:`results` says so."""
-        patience, seen = 2 * self._core.config.commit_timeout + 5, -1
+        """Waits for :meth:`done`, as long as the storage takes bytes. Then :meth:`vote` says how it went."""
+        patience, seen = 2 * self.core.config.commit_timeout + 5, -1
         while self._started and not self._done.wait(patience):
             now = self._shards.queue.progress if self._shards is not None else seen
             if now == seen:
@@ -173,71 +194,97 @@ class ThreadedWrite:
 
     def cancel(self, reason: str) -> None:
         """Gives the save up: running writes end, the files are removed."""
-        error = CheckpointError(reason, step=self.name.step, path=self.directory, phase="write")
+        error = CheckpointError(reason, step=self.step, path=self.directory, phase="write")
         with self._lock:
             begun, self._started = self._started, True
         if self._shards is not None:
             self._shards.queue.fail(error)
         if not begun:
             self._fail(error, "write")
+        elif self._done.is_set():
+            self.remove()
+        self.settle()
 
-    def results(self) -> Any:
-        """What ``retrieve_write_results`` returns: results, or DCP's wrapped exception. A failure is told to the other ranks."""
-        if not self._done.is_set():
-            state = "has not ended" if self._started else "was never started in this process"
-            self._fail(CheckpointError(f"results were asked for, but the write {state}", phase="write"), "write")
-        if self._error is None and self._results is not None:
-            return self._results
-        error = self._error or CheckpointError("the write ended without results", phase="write")
-        if self.session is not None:
-            try:
-                self.session.note_failure(
-                    self.name.number, pack_error(error, rank=self.name.rank, step=None, phase=None)
-                )
-            except CheckpointError as unheard:
-                log.debug("the other ranks hear of the failure from Megatron only: %s", unheard)
-        return _wrap_exception(error)
+    def vote(self) -> Vote:
+        """This rank's part of the commit.
+
+        Raises:
+            CheckpointError: what made the save fail on this rank.
+        """
+        if not self._started:
+            self.start()  # a queue that called nothing: better late than never
+        self.wait()
+        if self._error is None and self._vote is not None:
+            return self._vote
+        raise self._error or CheckpointError("the write ended without a result", phase="write")
+
+    def compose(self, votes: Sequence[Vote]) -> bytes:
+        """On rank 0, the content of ``.metadata``."""
+        if self._layout is None:
+            raise CheckpointError("the save has no layout", phase="commit")
+        return self._layout.composer.compose(self.plan.planned, votes, self.save_id)
+
+    def committed(self) -> None:
+        """The save is committed."""
+        if self._layout is not None:
+            self._layout.committed = True
+        self.settle()
+
+    def settle(self) -> None:
+        """The caller knows what became of this save."""
+        self.settled = True
+        unfinished.discard(self)
+
+    def remove(self) -> None:
+        """Removes what this save has written on this rank; it has failed, here or elsewhere."""
+        for name in self._names:
+            _remove(os.path.join(self.directory, name))
+        _remove(self.temporary_part)
+
+    @property
+    def temporary_part(self) -> str:
+        """Where this rank's part manifest lies until the commit gives it its name."""
+        return temporary_part(self.directory, self.rank, self.save_id)
 
     # -- finisher thread --------------------------------------------------------------------------------------------
 
-    def _finish(self, shards: ShardSave, paths: dict[str, str], results: list[WriteResult], indexes: list[Any]) -> None:
-        renamed: list[str] = []
+    def _finish(self, shards: ShardSave, layout: FileLayout) -> None:
         try:
             shards.wait()
             with self._lock:
                 if self._done.is_set():
                     raise CheckpointError("the save was given up", phase="write")
-            part = self._publish(shards, list(paths.values()), [index.fqn for index in indexes], renamed)
-            everything = results + value_results(list(paths), indexes, shards.placed)
-            self._results = Results(everything, self.name, part, shards.size)
+            self._vote = self._publish(shards, layout)
             self._done.set()
         except BaseException as error:
-            for path in [*renamed, *map(self._temporary, paths.values())]:
-                _remove(path)
+            self.remove()
+            for image in layout.images:
+                _remove(self._temporary(self.directory, image.name))
             self._fail(error, "write")
         shards.release()
 
-    def _publish(self, shards: ShardSave, paths: list[str], names: list[str], renamed: list[str]) -> PartEntry:
+    def _publish(self, shards: ShardSave, layout: FileLayout) -> Vote:
         """Gives the files their names and writes the part manifest; all durable when it returns."""
-        folder = os.path.join(self.directory, PART_DIRECTORY)
-        make_directory(folder)
-        # An earlier checkpoint at this path is over now, and must not be taken for a whole one from here on.
-        _remove(os.path.join(folder, COMMIT_NAME))
-        fsync_dir(folder)
-        for path in paths:
-            os.rename(self._temporary(path), path)
-            renamed.append(path)
-        for directory in {os.path.dirname(path) for path in paths}:
-            _clear_leftovers(directory, {os.path.basename(path) for path in paths})
-            fsync_dir(directory)
-        content = shards.part(self.name.save_id, self.name.world_size, names)
-        part = PartEntry(self.name.rank, part_name(self.name.rank), len(content), hashlib.sha256(content).hexdigest())
-        write_atomic(os.path.join(folder, part.name), content)
-        return part
+        for image in layout.images:
+            os.rename(self._temporary(self.directory, image.name), os.path.join(self.directory, image.name))
+            self._names.append(image.name)
+        _clear_leftovers(self.directory, {image.name for image in layout.images})
+        fsync_dir(self.directory)
+        names = self.plan.value_names
+        content = shards.part(self.save_id, self.world_size, [names[i] for i in layout.value_order])
+        make_directory(os.path.join(self.directory, PART_DIRECTORY))
+        write_atomic(self.temporary_part, content)
+        placed = dict(zip(layout.value_order, shards.placed, strict=True))
+        return Vote(
+            part=(part_name(self.rank), len(content), hashlib.sha256(content).hexdigest()),
+            files=tuple((image.name, size) for image, size in zip(layout.images, shards.file_bytes, strict=True)),
+            blobs=tuple(placed[i] for i in range(len(placed))),
+            tensors=None if layout.committed else layout.columns,
+            digests=shards.digests(),
+        )
 
-    def _temporary(self, path: str) -> str:
-        folder, name = os.path.split(path)
-        return os.path.join(folder, f".{name}{_TEMPORARY}{self.name.save_id}")
+    def _temporary(self, folder: str, name: str) -> str:
+        return os.path.join(folder, f".{name}{_TEMPORARY}{self.save_id}")
 
     def _fail(self, error: BaseException, phase: str) -> None:
         with self._lock:
@@ -245,10 +292,19 @@ class ThreadedWrite:
                 return
             # A copy without frames: the traceback would keep the state alive, and has to travel to the other ranks.
             self._error = unpack_error(
-                pack_error(error, rank=self.name.rank, step=self.name.step, phase=phase, path=self.directory)
+                pack_error(error, rank=self.rank, step=self.step, phase=phase, path=self.directory)
             )
-            self._buckets = None
+            self._tensors, self._values = [], []
             self._done.set()
+
+
+def _nothing_to_do(*_: Any, **__: Any) -> None:
+    """What a :class:`ThreadedWrite` becomes in another process."""
+
+
+def temporary_part(directory: str, rank: int, save_id: str) -> str:
+    """Where the part manifest of a rank lies until the commit."""
+    return os.path.join(directory, PART_DIRECTORY, f".{part_name(rank)}{_TEMPORARY}{save_id}")
 
 
 def write_of(function: Any) -> ThreadedWrite | None:
@@ -260,7 +316,7 @@ def write_of(function: Any) -> ThreadedWrite | None:
 
 def _clear_leftovers(directory: str, names: set[str]) -> None:
     """Removes what killed runs have left of these files: an iteration that is saved again after a crash has the same names."""
-    in_flight = {write.name.save_id for write in list(unfinished)}
+    in_flight = {write.save_id for write in list(unfinished)}
     with os.scandir(directory) as entries:
         found = [entry.name for entry in entries]
     for name in found:
