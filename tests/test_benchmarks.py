@@ -18,7 +18,8 @@ import time
 import pytest
 import torch
 
-from benchmarks import measure, report, save
+from benchmarks import measure, megatron, megatron_report, megatron_versions, report, save
+from benchmarks.megatron_report import PeerName
 from benchmarks.peers import PEERS, Peer, Pending, RawPeer
 from benchmarks.states import State, make_state
 
@@ -256,5 +257,141 @@ def test_a_goal_without_its_peer_is_neither_met_nor_missed() -> None:
 def test_options_that_make_no_sense_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         save.parse_arguments(options)
+    assert refused.value.code == 2
+    assert options[0] in capsys.readouterr().err
+
+
+# -- megatron --------------------------------------------------------------------------------------------------------
+
+MEGATRON = "0.16.0"  # forks a process per bucket and starts a manager, so that there is something to count
+
+
+@pytest.mark.timeout(240)
+def test_the_megatron_benchmark_measures_stock_and_engine_side_by_side(tmp_path: pathlib.Path) -> None:
+    try:
+        megatron_versions.folder(MEGATRON)
+    except LookupError as error:
+        pytest.skip(str(error))
+    work, output = tmp_path / "work", tmp_path / "samples.json"
+    sizes = ["--case", "small", "--size-gib", "0.01", "--small-count", "120", "--version", MEGATRON]
+    rounds = ["--repeats", "2", "--pause", "0"]
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.megatron", *sizes, *rounds, "--dir", str(work), "--json", str(output)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert list(work.iterdir()) == [], "what was written was not removed"
+    (case,) = json.loads(output.read_text())["cases"]
+    assert not case["failures"] and case["items"] == 120
+    modes = ["stock sync", "stock async (temporal queue)", "threads sync", "threads async"]
+    peers = ["raw O_DIRECT", *(f"mcore {MEGATRON} {mode}" for mode in modes)]
+    assert list(case["samples"]) == peers
+    for peer in peers:
+        rows = {row["run"]: row for row in case["rows"] if row["peer"] == peer}
+        assert list(rows) == ["first", "later"], peer
+        assert f"\n| {peer} " in run.stdout
+        for row in rows.values():
+            assert 0 < row["stall"] <= row["durable"] < 100
+            assert row["gbps"] == pytest.approx(case["bytes"] / row["durable"] / 1e9)
+            assert row["cpu_per_gib"] > 0 and row["x_raw"] > 0
+        assert all(sample["written"] >= case["bytes"] for sample in case["samples"][peer])
+        started = [sample["processes"] for sample in case["samples"][peer]]
+        if "stock" in peer:
+            # Two buckets; around them, an asynchronous save has a fork of the trainer.
+            forks = 3 if "async" in peer else 2
+            assert started[1] == forks and started[0] > forks, "the first save starts the manager, too"
+            assert rows["later"]["memory"] > 50 * MIB, "the manager stays"
+        else:
+            assert started == [0, 0]
+        if "sync" in peer.split() and "mcore" in peer:
+            assert all(row["stall"] == row["durable"] for row in rows.values())
+    assert [goal["met"] for goal in case["goals"]].count(None) == 0
+
+
+@pytest.mark.timeout(60)
+def test_what_forks_of_forks_do_is_counted() -> None:
+    script = """
+import os, time
+from benchmarks.megatron_worker import ProcessCounter, tree_cpu_seconds
+
+counter, before = ProcessCounter(), tree_cpu_seconds()
+here, there = os.pipe()
+child = os.fork()
+if child == 0:
+    if os.fork() == 0:
+        while time.process_time() < 0.3:
+            pass
+        os._exit(0)
+    os.wait()
+    os.write(there, b".")
+    time.sleep(60)
+    os._exit(0)
+os.read(here, 1)
+alive = tree_cpu_seconds() - before
+os.kill(child, 9)
+os.wait()
+print(counter.take(), counter.take(), alive, tree_cpu_seconds() - before)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=50, check=True
+    )
+    started, again, alive, ended = (float(field) for field in run.stdout.split())
+    assert (started, again) == (2, 0)
+    assert 0.28 < alive < 5, "in the children that live, and in those that these have waited for"
+    assert alive - 0.02 < ended < 5, "and still, when they have ended"
+
+
+def _megatron_result(case: str, seconds: float, cpu: float) -> megatron_report.CaseResult:
+    def samples(seconds: float, cpu: float) -> list[megatron_report.Sample]:
+        return [megatron_report.Sample(number, seconds, seconds, cpu, 0.0, 0, 0, 1 << 30) for number in range(3)]
+
+    engines = [PeerName(version, True, mode) for version in ("0.16.0", "0.19.2") for mode in (False, True)]
+    return megatron_report.CaseResult(
+        case=case,
+        bytes=1 << 30,
+        items=3,
+        ranks=1,
+        budget=None,
+        samples={
+            PeerName(): samples(1.0, 0.1),
+            **{peer.stock(asynchronous=peer.asynchronous): samples(10.0, 3.0) for peer in engines},
+            **{peer: samples(seconds, cpu) for peer in engines},
+        },
+        memory={},
+        failures={},
+        load_before=0.0,
+    )
+
+
+@pytest.mark.parametrize(
+    "case, seconds, cpu, missed",
+    [
+        ("gpt", 5.0, 1.0, 0),
+        ("gpt", 5.1, 1.0, 4),
+        ("gpt", 5.1, 1.1, 8),
+        ("small", 2.0, 9.0, 0),
+        ("small", 2.1, 0.0, 4),
+    ],
+)
+def test_a_goal_against_stock_is_missed_exactly_beyond_its_limit(
+    case: str, seconds: float, cpu: float, missed: int
+) -> None:
+    result = _megatron_result(case, seconds, cpu)
+    assert [goal.met for goal in result.goals()].count(False) == missed
+    assert megatron_report.render(result).count("MISSED") == missed
+    for peer in [peer for peer in result.samples if peer.version and not peer.engine]:
+        del result.samples[peer]
+    assert {goal.met for goal in result.goals()} == {None}
+
+
+@pytest.mark.parametrize("options", [["--budget", "much"], ["--repeats", "1"], ["--ranks", "0"], ["--peer", "nvrx"]])
+def test_megatron_options_that_make_no_sense_are_refused(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        megatron.parse_arguments(options)
     assert refused.value.code == 2
     assert options[0] in capsys.readouterr().err

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_engine.config import EngineConfig
 from ckpt_engine.errors import ConfigError
-from ckpt_engine.integrations.megatron import flags, seams, session
+from ckpt_engine.integrations.megatron import flags, seams, session, training
 from ckpt_engine.integrations.megatron.flags import add_arguments, config_from_args
 from ckpt_engine.integrations.megatron.queues import ThreadAsyncCallsQueue
 from ckpt_engine.integrations.megatron.seams import SelfCheck
@@ -97,6 +97,7 @@ def install(config: EngineConfig | None = None) -> tuple[SelfCheck, ...]:
     for check in checks:
         if check.present and not check.missing:
             seams.apply(check.target)
+    training.watch()
     return checks
 
 
@@ -122,6 +123,7 @@ def uninstall() -> None:
         log.warning(
             "%d saves are not finalised yet; call their finalize functions: %s", len(unfinished), list(unfinished)
         )
+    training.restore()
     seams.restore()
     session.reset(unfinished=len(unfinished))
 

@@ -1,11 +1,13 @@
 """Megatron-LM deletes old checkpoints of asynchronous runs in a forked process; here a thread does it.
 
-``megatron.training.checkpointing`` is changed when it has been loaded, which may be long after ``install()``: hence the look
-before each save. Only its own deletions are caught; whatever else it wants of ``multiprocessing`` it gets.
+And the commit record goes first, in every deletion: a checkpoint that is half removed must not be taken for a whole one.
+Only the deletions of ``megatron.training.checkpointing`` are caught; whatever else it wants of ``multiprocessing`` it gets.
+:mod:`.training` knows when that module is there to be changed.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import multiprocessing
 import os
@@ -28,27 +30,46 @@ def use_threads() -> None:
     module: Any = sys.modules.get(_MODULE)
     names = getattr(module, "__dict__", {})
     if names.get("multiprocessing") is multiprocessing and callable(names.get(_DELETION)):
-        module.multiprocessing = _Multiprocessing(names[_DELETION])
+        deletion = _record_first(names[_DELETION])
+        setattr(module, _DELETION, deletion)
+        module.multiprocessing = _Multiprocessing(deletion)
 
 
 def restore() -> None:
     """Takes :func:`use_threads` back."""
     module: Any = sys.modules.get(_MODULE)
-    if isinstance(getattr(module, "__dict__", {}).get("multiprocessing"), _Multiprocessing):
+    ours: Any = getattr(module, "__dict__", {}).get("multiprocessing")
+    if isinstance(ours, _Multiprocessing):
         module.multiprocessing = multiprocessing
+        if vars(module).get(_DELETION) is ours.deletion:
+            setattr(module, _DELETION, ours.deletion.__wrapped__)
+
+
+def _record_first(original: Callable[..., Any]) -> Any:
+    @functools.wraps(original)
+    def delete(save_path: Any, iteration_to_delete: int, *args: Any, **kwargs: Any) -> Any:
+        try:
+            os.unlink(os.path.join(save_path, step_name(iteration_to_delete), PART_DIRECTORY, COMMIT_NAME))
+        except FileNotFoundError:
+            pass
+        except Exception as error:
+            log.warning("the commit record of a checkpoint that is being deleted stays: %s", error)
+        return original(save_path, iteration_to_delete, *args, **kwargs)
+
+    return delete
 
 
 class _Multiprocessing:
     """The module ``multiprocessing`` with other contexts."""
 
-    def __init__(self, deletion: Callable[..., Any]) -> None:
-        self._deletion = deletion
+    def __init__(self, deletion: Any) -> None:
+        self.deletion = deletion
 
     def __getattr__(self, name: str) -> Any:
         return getattr(multiprocessing, name)
 
     def get_context(self, method: str | None = None) -> Any:
-        return _Context(multiprocessing.get_context(method), self._deletion)
+        return _Context(multiprocessing.get_context(method), self.deletion)
 
 
 class _Context:
@@ -64,9 +85,8 @@ class _Context:
     def Process(self, *arguments: Any, **options: Any) -> Any:  # the name is multiprocessing's
         if arguments or options.get("target") is not self._deletion:
             return self._context.Process(*arguments, **options)
-        where = options.get("args", ())
         # Save path, iteration, whether to log: what follows would lower the priority of the trainer.
-        return _Deletion(lambda: self._deletion(*where[:3]), where)
+        return _Deletion(functools.partial(self._deletion, *options.get("args", ())[:3]))
 
 
 class _Deletion(threading.Thread):
@@ -74,21 +94,9 @@ class _Deletion(threading.Thread):
 
     pid = None
 
-    def __init__(self, delete: Callable[[], Any], where: Any) -> None:
+    def __init__(self, delete: Callable[[], Any]) -> None:
         super().__init__(name="ckpt-delete", daemon=True)
-        # Long names: Thread has a _delete of its own, which ends the thread.
-        self._checkpoint_delete, self._checkpoint_where = delete, where
+        self._delete_checkpoint = delete  # not _delete: Thread has that, and ends the thread with it
 
     def run(self) -> None:
-        try:
-            # First of all: a checkpoint that is half removed must not be taken for a whole one.
-            os.unlink(
-                os.path.join(
-                    self._checkpoint_where[0], step_name(self._checkpoint_where[1]), PART_DIRECTORY, COMMIT_NAME
-                )
-            )
-        except FileNotFoundError:
-            pass
-        except Exception as error:
-            log.warning("the commit record of a checkpoint that is being deleted stays: %s", error)
-        self._checkpoint_delete()
+        self._delete_checkpoint()

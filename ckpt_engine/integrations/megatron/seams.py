@@ -36,7 +36,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ckpt_engine.integrations.megatron import finalizing, oldnames, progress, queues, requests, retiring
+from ckpt_engine.integrations.megatron import finalizing, oldnames, progress, queues, requests
 from ckpt_engine.storage.fs import write_atomic
 
 log = logging.getLogger("ckpt_engine")
@@ -193,7 +193,6 @@ def _save(original: Any) -> Any:
 
     @functools.wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
-        retiring.use_threads()
         given = signature.bind(*args, **kwargs).arguments
         common = given.get("common_strategy")
         requests.running = requests.Running(
@@ -462,7 +461,6 @@ def _rebind(name: str, original: Any, replacement: Any) -> list[_Change]:
 
 def restore() -> None:
     """Takes all changes back, last one first."""
-    retiring.restore()
     oldnames.remove()
     for target in list(_changes):
         for change in reversed(_changes.pop(target)):
