@@ -76,10 +76,43 @@ def _all_reduced(value: int, operation: Any) -> int:
 # -- Megatron's and NVRx's queues ----------------------------------------------------------------------------------------
 
 
+class LateResultsQueue:
+    """Stands where stock keeps the proxy of a Manager process, and starts that process only for a writer of stock's that uses it."""
+
+    class _NoManager:
+        def shutdown(self) -> None:
+            pass
+
+    def __init__(self, start: Callable[[], Any]) -> None:
+        self._start = start
+        self._started: Any = None
+
+    def start(self) -> Any:
+        """The real one."""
+        if self._started is None:
+            self._started = self._start()
+        return self._started
+
+    @property
+    def _manager(self) -> Any:
+        return self._NoManager() if self._started is None else self._started._manager
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.start(), name)
+
+    def __reduce__(self) -> Any:
+        return self.start().__reduce__()
+
+
 def schedule(queue: Any, request: Any, original: Callable[[Any, Any], Any]) -> Any:
     """``AsyncCallsQueue.schedule_async_request``: takes our requests and empty ones, gives all others to ``original``."""
     write = write_of(request.async_fn)
     if write is None and request.async_fn is not None:
+        for argument in request.async_fn_args:
+            if isinstance(argument, LateResultsQueue):
+                argument.start()  # before a fork: the child's would be another one
         return original(queue, request)
     module = sys.modules[_home(type(queue), "schedule_async_request").__module__]
     kind: Any = vars(module)["AsyncRequest"]

@@ -6,7 +6,7 @@ version number. If one that is needed is missing, nothing at all is changed.
 
 =========================================================  ==========================================================
 ``TorchDistSaveShardedStrategy.async_save``, ``save``      planned, written and finalised by the engine (:mod:`.requests`)
-``filesystem_async.get_write_results_queue``               no Manager process
+``filesystem_async.get_write_results_queue``               no Manager process, unless a writer of stock's needs it
 ``AsyncCallsQueue.schedule_async_request``, ``close``      our requests stay in this process (:mod:`.queues`)
 ``AsyncCallsQueue.warmup_persistent_caller``               no worker process
 ``serialization.save``                                     takes the train state, and notes what else it will write
@@ -116,20 +116,10 @@ class Fields:
 # -- replacements --------------------------------------------------------------------------------------------------------
 
 
-class NoResultsQueue:
-    """Stands where stock keeps the proxy of a Manager process. Holds nothing."""
-
-    class _Manager:
-        def shutdown(self) -> None:
-            pass
-
-    _manager = _Manager()
-
-
 def _results_queue(original: Any) -> Any:
     @functools.wraps(original)
-    def get_write_results_queue(mp_mode: str = "spawn") -> NoResultsQueue:
-        return NoResultsQueue()
+    def get_write_results_queue(*args: Any, **kwargs: Any) -> queues.LateResultsQueue:
+        return queues.LateResultsQueue(lambda: original(*args, **kwargs))
 
     return get_write_results_queue
 
@@ -352,7 +342,10 @@ MCORE: tuple[Seam, ...] = (
     ),
 )
 
-NVRX: tuple[Seam, ...] = _queue_seams(_QUEUES["nvidia-resiliency-ext"])
+NVRX: tuple[Seam, ...] = (
+    *_queue_seams(_QUEUES["nvidia-resiliency-ext"]),
+    Seam(f"{_NVRX}.filesystem_async", "", ("get_write_results_queue",), (), _results_queue, needed=False),
+)
 
 #: The package without which, or with a seam of which missing, nothing is installed.
 REQUIRED = "megatron-core"
