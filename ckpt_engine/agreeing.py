@@ -113,12 +113,14 @@ class SaveAgreement:
         *,
         in_flight: Collection[int],
         unheard: tuple[Unheard, ...],
+        ready: Callable[[], None],
     ) -> Agreed | Unheard:
         """Runs the rounds of save number ``seq``.
 
         Args:
             in_flight: steps that are being written.
             unheard: failures that this rank's trainer hasn't heard of.
+            ready: raises if this rank can't save; then no rank does.
 
         Returns:
             The agreement, or the failure that every rank has to raise now instead of saving.
@@ -133,6 +135,7 @@ class SaveAgreement:
 
         def propose() -> bytes:
             nonlocal flat, frozen
+            ready()
             _check_arguments(step, train_state)
             flat = flatten(state, rank=self._rank)
             blobs.update((key, pickle_value(key, value)) for key, value in flat.values.items() if is_blob(value))

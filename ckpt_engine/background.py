@@ -7,7 +7,6 @@ on the way, and so does every other rank; a failure is told once. What hangs off
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import contextlib
 import logging
 import pickle
@@ -25,6 +24,7 @@ from ckpt_engine.errors import CheckpointError, CommitTimeoutError
 from ckpt_engine.results import CheckpointInfo, SaveHandle
 from ckpt_engine.saving import SaveJob, Vote
 from ckpt_engine.storage.fs import remove_tree
+from ckpt_engine.threads import Crew
 from ckpt_engine.version import __version__
 
 log = logging.getLogger("ckpt_engine")
@@ -49,7 +49,8 @@ class Background:
         self._config = config
         self._rank = coordinator.rank
         self._composer = MetadataComposer()
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "ckpt-commit")
+        self._thread = Crew(1, "ckpt-commit")
+        self._thread.start(1)
         self._ident: int | None = None
         self._in_flight: collections.deque[tuple[int, SaveHandle]] = collections.deque()
         self._failed: collections.deque[tuple[int, SaveHandle]] = collections.deque()

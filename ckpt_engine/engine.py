@@ -20,10 +20,11 @@ import contextlib
 import dataclasses
 import logging
 import os
+import pickle
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_engine.agreeing import Agreed, SaveAgreement, Unheard, attempt, opened, warn_if_short
@@ -36,8 +37,9 @@ from ckpt_engine.layout.records import TemplateCache
 from ckpt_engine.planning import Planner
 from ckpt_engine.restore.verify import VerifyReport, verify_checkpoint
 from ckpt_engine.restoring import Restorer
-from ckpt_engine.results import CheckpointInfo, Restored, SaveHandle, SaveStats
+from ckpt_engine.results import CheckpointInfo, MemoryReport, Restored, SaveHandle, SaveStats
 from ckpt_engine.saving import RankLayout, SaveJob
+from ckpt_engine.staging.guard import node_identity
 from ckpt_engine.storage.fs import free_bytes
 from ckpt_engine.train_state import TrainState
 from ckpt_engine.workers import Workers
@@ -75,9 +77,7 @@ class CheckpointEngine:
         self._directory = CheckpointDirectory(directory)
         self._coordinator = Coordinator.for_group(process_group, timeout=self.config.commit_timeout)
         self.rank, self.world_size = self._coordinator.rank, self._coordinator.world_size
-        self._open_together()
-        self._workers = Workers(self.config)
-        self._background = Background(self._coordinator.for_thread(), self._directory, self.config)
+        self._workers, self._background = self._open_together()
         self._agreement = SaveAgreement(
             self._coordinator, self._directory, Planner(self.rank, self.config.verify_replicas)
         )
@@ -120,6 +120,7 @@ class CheckpointEngine:
         Raises:
             StateError: something in ``state`` can't be saved exactly (nothing was written).
             StepExistsError: the step is committed with another structure, or is being written.
+            MemoryBudgetError: some rank has no memory for two extents of 1 MiB (nothing was written).
             CheckpointError: an earlier background save failed; it is raised here, once, on every rank, and this call did
                 nothing else.
         """
@@ -129,10 +130,11 @@ class CheckpointEngine:
             seq = self._agreement.next()
             while len(waiting := self._background.waiting()) >= self.config.max_in_flight:
                 waiting[0]._wait(None)
-            self._workers.fit()
             in_flight = {handle.step for handle in self._background.waiting()}
             unheard = self._background.unheard()
-            agreed = self._agreement.agree(seq, state, step, train_state, in_flight=in_flight, unheard=unheard)
+            agreed = self._agreement.agree(
+                seq, state, step, train_state, in_flight=in_flight, unheard=unheard, ready=self._workers.fit
+            )
             if isinstance(agreed, Unheard):
                 raise self._background.hear(agreed)
             handle = SaveHandle(step, patience=self.config.commit_timeout)
@@ -217,6 +219,7 @@ class CheckpointEngine:
         Raises:
             CheckpointError: a background save failed; raised once.
         """
+        self._workers.pool.look()
         return self._background.poll()
 
     def wait(self, timeout: float | None = None) -> list[CheckpointInfo]:
@@ -258,6 +261,10 @@ class CheckpointEngine:
                 "writer threads are stuck in the storage; their memory and descriptors come back when it answers",
                 phase="close",
             )
+
+    def memory(self) -> MemoryReport:
+        """What limits the engine's memory on this rank at this moment, and what it holds. ``str()`` of it is one line."""
+        return self._workers.memory()
 
     # -- back -------------------------------------------------------------------------------------------------------
 
@@ -318,21 +325,49 @@ class CheckpointEngine:
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 
-    def _open_together(self) -> None:
+    def _open_together(self) -> tuple[Workers, Background]:
+        """Either every rank can use the directory and has its threads and memory, or all raise."""
+        workers: Workers | None = None
+        background: Background | None = None
+        host = node_identity()
+
         def usable() -> bytes:
             if not self._directory.check_readable():
                 self._directory.check_usable()  # one that is there and can only be read is good for restores
+            return host.encode()
+
+        def equipped() -> bytes:
+            nonlocal workers, background
+            background = Background(self._coordinator.for_thread(), self._directory, self.config)
+            workers = Workers(self.config, local_ranks=hosts.count(host))
             return b""
 
-        payload, original = attempt(usable, rank=self.rank, step=None, phase="config")
         try:
-            self._coordinator.decide(
-                "open", payload, lambda payloads: b"".join(opened(payloads)), phase="config", step=None
+            hosts = [name.decode() for name in self._opening_round("open", usable)]
+            self._opening_round("equip", equipped)
+            if workers is None or background is None:
+                raise RuntimeError("the ranks agreed on an engine that this rank doesn't have")
+            return workers, background
+        except BaseException:
+            for part in (workers, background):
+                if part is not None:
+                    part.close()
+            self._coordinator.close()
+            raise
+
+    def _opening_round(self, tag: str, work: Callable[[], bytes]) -> list[bytes]:
+        """What each rank says; what one of them raises is raised on all."""
+        payload, original = attempt(work, rank=self.rank, step=None, phase="config")
+        try:
+            verdict = self._coordinator.decide(
+                tag, payload, lambda payloads: pickle.dumps(opened(payloads)), phase="config", step=None
             )
         except CheckpointError:
             if original is not None and self.world_size == 1:
                 raise original from None
             raise
+        said: list[bytes] = pickle.loads(verdict)
+        return said
 
     @contextlib.contextmanager
     def _alone(self, call: str, timeout: float | None = None) -> Iterator[None]:

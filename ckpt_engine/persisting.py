@@ -2,7 +2,7 @@
 
 What the standalone engine and the Megatron adapter have in common. Follow a tensor: :meth:`ShardSave.stage` ->
 ``staging.stager`` copies it into an extent -> ``storage.writer`` seals the extent (``layout.image``) and hands it to
-``storage.shard_file``, which calls ``pwrite``.
+``storage.shard_file``, which calls ``pwrite`` (or to a stream, where ``storage.place`` is an object store).
 
 Promises: when :meth:`ShardSave.stage` returns, nothing reads the tensors any more, whatever happened; when
 :meth:`ShardSave.wait` returns, every byte is durable; when either fails, no file of this save is left.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import array
 import concurrent.futures
 import hashlib
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -25,7 +26,7 @@ from ckpt_engine.layout.image import BlobRun, FileImage, Sealer, TensorSpec
 from ckpt_engine.staging.copy import Sources
 from ckpt_engine.staging.pool import Extent, ExtentPool
 from ckpt_engine.staging.stager import FileSource, stage
-from ckpt_engine.storage.shard_file import ShardFile
+from ckpt_engine.storage.place import Place, Sink
 from ckpt_engine.storage.writer import FileWriter, Filled, WriteQueue
 
 
@@ -60,6 +61,16 @@ def describe_tensors(
     )
 
 
+class _Failed:
+    """Whether a save has failed, for its files. Doesn't hold the queue, which holds them."""
+
+    queue: weakref.ref[WriteQueue] | None = None
+
+    def __call__(self) -> bool:
+        queue = self.queue() if self.queue is not None else None
+        return queue is None or queue.failed
+
+
 class ShardSave:
     """The shard files of one save on this rank.
 
@@ -67,7 +78,7 @@ class ShardSave:
         images: the files; none of them may be empty.
         static: from :func:`describe_tensors`.
         blobs: pickled values, one sequence per image.
-        path_of: where a file goes, by its name.
+        place: where the files go; ``name_of`` makes the name under which one is written from its own.
         directory: for messages.
         digests: take a SHA-256 of each file while it is written.
 
@@ -83,9 +94,10 @@ class ShardSave:
         images: Sequence[FileImage],
         static: PartStatic,
         blobs: Sequence[Sequence[bytes]],
-        path_of: Callable[[str], str],
+        place: Place,
         pool: ExtentPool,
         *,
+        name_of: Callable[[str], str] = lambda name: name,
         step: int,
         rank: int,
         directory: str,
@@ -96,8 +108,8 @@ class ShardSave:
         self._images, self._static = images, static
         self._pool, self._extent_bytes, self._config = pool, extent_bytes, config
         self._step, self._rank, self._directory = step, rank, directory
-        self._path_of = path_of
-        self.direct = False
+        self._opened: list[bool] = []
+        failed = _Failed()
         self._runs = [BlobRun.place(image, mine) for image, mine in zip(images, blobs, strict=True)]
         self._sealers = [
             Sealer(image, run, extent_bytes, checksum=config.checksum)
@@ -106,7 +118,10 @@ class ShardSave:
         self._digests = [hashlib.sha256() for _ in images] if digests else None
         self._writers = [
             FileWriter(
-                self._opener(image.name, run.size), -(-run.size // extent_bytes), extent_bytes, self._seal_of(number)
+                self._opener(place, name_of(image.name), run.size, failed),
+                -(-run.size // extent_bytes),
+                extent_bytes,
+                self._seal_of(number),
             )
             for number, (image, run) in enumerate(zip(images, self._runs, strict=True))
         ]
@@ -117,11 +132,13 @@ class ShardSave:
         self.queue = WriteQueue(self._writers, on_failure=pool.wake, retries=config.retries)
 
     def _opener(self, name: str, size: int) -> Callable[[], ShardFile]:
-        path, direct, step = self._path_of(name), self._config.direct_io, self._step
+        path, direct, step, opened = self._path_of(name), self._config.direct_io, self._step, self._opened
 
-        def open_file() -> ShardFile:
+        def open_file() -> (
+            ShardFile
+        ):  # without self: the queue would hold this save, which holds the queue, blobs and all
             file = ShardFile.create(path, size, direct=direct, step=step)
-            self.direct = file.direct
+            opened.append(file.direct)
             return file
 
         return open_file
@@ -142,6 +159,10 @@ class ShardSave:
     def digests(self) -> tuple[str, ...] | None:
         """SHA-256 of each file, if they were asked for, once :meth:`wait` has returned."""
         return None if self._digests is None else tuple(digest.hexdigest() for digest in self._digests)
+
+    @property
+    def direct(self) -> bool:
+        return bool(self._opened) and self._opened[-1]
 
     @property
     def size(self) -> int:

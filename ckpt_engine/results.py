@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable
+from typing import Literal
 
+from ckpt_engine.config import MIB
 from ckpt_engine.errors import CheckpointError, CommitTimeoutError
+from ckpt_engine.staging.guard import Limit
 from ckpt_engine.train_state import TrainState
 
 
@@ -82,6 +85,54 @@ class Restored:
     train_state: TrainState | None
     report: RestoreReport
     path: str
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryReport:
+    """Host memory of this rank: the limits, and what is held. Sizes in bytes.
+
+    Attributes:
+        requested: ``staging_budget`` of the config.
+        granted: what the limits grant at this moment; ``ruled_by``: name of the limit that decided, or what else did.
+        limits: every limit that was found, the tightest first.
+        ceiling: what the pool may hold now: ``granted``, less while there is pressure.
+        state: what the last look did to the ceiling: "shrink", "hold" or "grow"; ``reason``: what ruled it.
+        mapped: what the pool has mapped; ``in_use``: part of it with saves on their way; ``peak_in_use``: the most so far.
+        refused: number of times that the system refused memory.
+        local_ranks: ranks that share the node.
+        extent_bytes, writers: geometry of the next save.
+        threads: copy and writer threads there are.
+    """
+
+    requested: int | Literal["auto"]
+    granted: int
+    ruled_by: str
+    limits: tuple[Limit, ...]
+    ceiling: int
+    state: Literal["shrink", "hold", "grow"]
+    reason: str
+    mapped: int
+    in_use: int
+    peak_in_use: int
+    refused: int
+    local_ranks: int
+    extent_bytes: int
+    writers: int
+    threads: int
+
+    def explain(self) -> str:
+        """All of it in one line."""
+        asked = "auto" if self.requested == "auto" else f"{self.requested / MIB:.1f} MiB"
+        limits = "; ".join(f"{limit.name}: {limit.room / MIB:.1f} MiB left ({limit.detail})" for limit in self.limits)
+        return (
+            f"staging memory: {self.ceiling / MIB:.1f} MiB may be held now ({self.state}, ruled by {self.reason}), "
+            f"{self.granted / MIB:.1f} MiB granted by {self.ruled_by} (asked: {asked}, ranks on this node: "
+            f"{self.local_ranks}); {self.mapped / MIB:.1f} MiB mapped, {self.in_use / MIB:.1f} MiB in use, peak "
+            f"{self.peak_in_use / MIB:.1f} MiB, refused {self.refused} times; extents of {self.extent_bytes / MIB:.1f} MiB, "
+            f"{self.writers} writers, {self.threads} threads. Limits: {limits or 'none could be read'}"
+        )
+
+    __str__ = explain
 
 
 class SaveHandle:

@@ -28,6 +28,7 @@ from ckpt_engine.planning import RankPlan
 from ckpt_engine.results import SaveHandle, SaveStats
 from ckpt_engine.staging.pool import ExtentPool
 from ckpt_engine.storage.fs import write_atomic
+from ckpt_engine.storage.place import LocalPlace
 
 #: (file, offset, length) of each tensor, as columns.
 Columns: TypeAlias = "tuple[array.array[int], array.array[int], array.array[int]]"
@@ -129,6 +130,7 @@ class SaveJob:
         self.stats = SaveStats()
         self.staged = threading.Event()  # set once stats are those of the whole save() call
         self._pool = pool
+        directory = agreed.directory  # not self, below: a cycle would keep the blobs until a garbage collection
         blobs: list[list[bytes]] = [[] for _ in layout.images]
         if self.plan.blobs:
             blobs[layout.blob_image] = [agreed.blobs[key] for key in self.plan.blobs]
@@ -136,7 +138,7 @@ class SaveJob:
             layout.images,
             layout.static,
             blobs,
-            lambda name: os.path.join(self.directory, name),
+            lambda name: os.path.join(directory, name),
             pool,
             step=handle.step,
             rank=rank,

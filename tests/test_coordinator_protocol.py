@@ -91,18 +91,6 @@ def test_an_interrupted_wait_frees_the_coordinator() -> None:
     assert store.num_keys() == 0
 
 
-def test_a_wait_can_be_cancelled() -> None:
-    _, (first, second) = thread_ranks(2, timeout=60)
-    begin = time.monotonic()
-    with pytest.raises(CheckpointError, match="cancelled") as caught:
-        first.collect("a", phase="vote", step=4, cancelled=lambda: time.monotonic() - begin > 0.2)
-    assert (caught.value.step, caught.value.phase) == (4, "vote") and time.monotonic() - begin < 5
-    with pytest.raises(CheckpointError, match="cancelled"):
-        second.receive("a", phase="vote", step=4, cancelled=lambda: True)
-    first.close()
-    second.close()
-
-
 def test_threads_end_with_the_coordinator() -> None:
     def living() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if thread.name == "ckpt-store" and thread not in before]

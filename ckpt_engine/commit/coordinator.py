@@ -170,13 +170,13 @@ class Coordinator:
 
             def speak_and_hear(call: Call) -> bytes:
                 self._client.write(f"{tag}/{self.rank}", payload)
-                return self._hear(call, tag, phase, step, None)
+                return self._hear(call, tag, phase, step)
 
             return self._call(speak_and_hear, timeout=timeout, phase=phase, step=step)
 
         def speak_and_gather(call: Call) -> list[bytes]:
             self._client.write(f"{tag}/0", payload)
-            return self._gather(call, tag, phase, step, None)
+            return self._gather(call, tag, phase, step)
 
         try:
             verdict = judge(self._call(speak_and_gather, timeout=timeout, phase=phase, step=step))
@@ -209,86 +209,6 @@ class Coordinator:
         except CheckpointError as error:
             log.error("the other ranks can't be told of a failure: %s", error)
 
-    # -- its four steps ---------------------------------------------------------------------------------------------
-
-    def post(self, tag: str, payload: bytes) -> None:
-        """Says this rank's part of round ``tag``."""
-
-        def work(call: Call) -> None:
-            self._client.write(f"{tag}/{self.rank}", payload)
-
-        self._call(work, timeout=None, phase="vote", step=None)
-
-    def collect(
-        self,
-        tag: str,
-        *,
-        phase: str,
-        step: int | None,
-        timeout: float | None = None,
-        cancelled: Callable[[], bool] | None = None,
-    ) -> list[bytes]:
-        """On rank 0: everybody's part in rank order. Whatever it returns or raises, :meth:`publish` comes next.
-
-        Raises:
-            CommitTimeoutError: names the ranks that were silent.
-            CheckpointError: another rank has given up before, ``cancelled()`` turned true, or the store is gone.
-        """
-
-        def work(call: Call) -> list[bytes]:
-            payloads = self._gather(call, tag, phase, step, cancelled)
-            for rank in range(self.world_size):
-                self._client.discard(f"{tag}/{rank}")
-            return payloads
-
-        return self._call(work, timeout=timeout, phase=phase, step=step)
-
-    def publish(self, tag: str, payload: bytes) -> None:
-        """On rank 0: the verdict. Does nothing when another rank has given the round up already."""
-
-        def work(call: Call) -> None:
-            self._announce(tag, _AGREED + payload)
-
-        self._call(work, timeout=None, phase="vote", step=None)
-
-    def receive(
-        self,
-        tag: str,
-        *,
-        phase: str,
-        step: int | None,
-        timeout: float | None = None,
-        cancelled: Callable[[], bool] | None = None,
-    ) -> bytes:
-        """The verdict, on every rank. Raises like :meth:`decide`."""
-
-        def work(call: Call) -> bytes:
-            return self._hear(call, tag, phase, step, cancelled)
-
-        return self._call(work, timeout=timeout, phase=phase, step=step)
-
-    # -- notes, which nobody waits for ------------------------------------------------------------------------------
-
-    def note(self, tag: str, payload: bytes) -> None:
-        """Leaves a note. Every rank that synchronises with this one after the call returns finds it.
-
-        For failures, where a round would make every rank wait for an answer that is nearly always "none".
-        """
-
-        def work(call: Call) -> None:
-            self._client.write(tag, payload)
-            self._client.has(tag)  # a store may answer a set before the server has it; an answer to this comes after
-
-        self._call(work, timeout=None, phase="vote", step=None)
-
-    def noted(self, tag: str) -> bytes | None:
-        """The note of any rank, if there is one by now. Doesn't wait."""
-
-        def work(call: Call) -> bytes | None:
-            return self._client.read([tag])[0] if self._client.has(tag) else None
-
-        return self._call(work, timeout=None, phase="vote", step=None)
-
     def failed(self, tag: str) -> CheckpointError | None:
         """The error of a round that failed before this rank has taken part in it; ``None`` if it hasn't. Doesn't wait."""
 
@@ -300,26 +220,24 @@ class Coordinator:
 
     # -- what is done at the store ----------------------------------------------------------------------------------
 
-    def _gather(
-        self, call: Call, tag: str, phase: str, step: int | None, cancelled: Callable[[], bool] | None
-    ) -> list[bytes]:
+    def _gather(self, call: Call, tag: str, phase: str, step: int | None) -> list[bytes]:
         keys = [f"{tag}/{rank}" for rank in range(self.world_size)]
         patience = call.deadline - time.monotonic()
-        missing = [] if self._client.wait_for(call, keys, cancelled) else self._missing(tag)
+        missing = [] if self._client.wait_for(call, keys) else self._missing(tag)
         if not self._claim(tag):
             call.deadline = time.monotonic() + patience
-            self._hear(call, tag, phase, step, cancelled)
+            self._hear(call, tag, phase, step)
             raise CheckpointError(f"round {tag} was decided without rank 0", rank=0)
         if missing:
             raise _timed_out(missing, self.world_size, patience)
         return self._client.read(keys)
 
-    def _hear(self, call: Call, tag: str, phase: str, step: int | None, cancelled: Callable[[], bool] | None) -> bytes:
+    def _hear(self, call: Call, tag: str, phase: str, step: int | None) -> bytes:
         keys = [f"{tag}/v"]
         patience = call.deadline - time.monotonic()
         failed = True
         try:
-            if not self._client.wait_for(call, keys, cancelled):
+            if not self._client.wait_for(call, keys):
                 # Looked at before the claim: rank 0 deletes nothing unless it has claimed itself.
                 missing = self._missing(tag)
                 if self._claim(tag):
@@ -328,7 +246,7 @@ class Coordinator:
                     self._announce(tag, _FAILED + pickle_error(error))
                 else:  # rank 0 is judging, or a rank whose patience ended earlier is about to say so
                     call.deadline = time.monotonic() + patience
-                    if not self._client.wait_for(call, keys, cancelled):
+                    if not self._client.wait_for(call, keys):
                         raise _timed_out(
                             [0], self.world_size, 2 * patience, "the round is decided, but rank 0 told no verdict"
                         )

@@ -103,19 +103,17 @@ class StoreClient:
         if self._thread is not None:
             self._thread.stop()
 
-    def wait_for(
-        self, call: Call, keys: list[str], cancelled: Callable[[], bool] | None = None, *, gone: bool = False
-    ) -> bool:
+    def wait_for(self, call: Call, keys: list[str], *, gone: bool = False) -> bool:
         """Waits until all keys are there (or, with ``gone``, until they aren't), at most until the call's deadline.
 
         A blocking ``get`` or ``wait`` would hold the lock of the connection: the trainer's own ``set`` took seconds.
 
         Raises:
-            WaitCancelled: ``cancelled()`` turned true, or the caller has gone.
+            WaitCancelled: the caller has gone.
         """
         pause = _FIRST_PAUSE
         while self._store.check(keys) == gone:
-            if call.abandoned or (cancelled is not None and cancelled()):
+            if call.abandoned:
                 raise WaitCancelled
             left = call.deadline - time.monotonic()
             if left <= 0:

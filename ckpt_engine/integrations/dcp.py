@@ -61,6 +61,7 @@ from ckpt_engine.restore.reader import TensorRead, read_object, read_tensors
 from ckpt_engine.restore.source import CheckpointSource
 from ckpt_engine.state import check_tensor
 from ckpt_engine.storage.fs import fsync_dir, make_directory, write_atomic
+from ckpt_engine.storage.place import LocalPlace
 from ckpt_engine.structure import SameMemory
 from ckpt_engine.version import __version__
 from ckpt_engine.workers import Workers
@@ -179,8 +180,9 @@ class EngineStorageWriter(StorageWriter):
             images,
             static,
             blobs,
-            lambda name: self._temporary(name, order.save_id),
+            LocalPlace(self.path),
             workers.pool,
+            name_of=lambda name: self._temporary(name, order.save_id),
             step=0,
             rank=order.rank,
             directory=self.path,

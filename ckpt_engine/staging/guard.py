@@ -1,7 +1,7 @@
 """The memory guard: how much host memory the engine may take, from the limits that really hold here.
 
-What it holds: :func:`decide_budget`, which reads every limit that can kill the process or refuse it memory, and grants
-a part of the tightest, shared between the ranks of the node:
+What it holds: :func:`weigh_budget`, which reads every limit that can kill the process or refuse it memory, and grants
+a part of the tightest, shared between the ranks of the node (:func:`decide_budget` does the same and refuses too little):
 
 =========================  =====================================================================================
 cgroup v2 and v1           ``memory.max``, ``memory.high``, ``memory.limit_in_bytes`` of the process's group and of
@@ -16,7 +16,8 @@ Ray's memory monitor       kills workers above a share of the node or the contai
 What it promises: it only reads, takes about a millisecond, and works where any of these files is missing or unreadable;
 the decision carries every limit that was seen, so that one log line explains it.
 
-What it does not do: it keeps no state and maps nothing. The answer is true for the moment: ask again before each save.
+What it does not do: it keeps no state and maps nothing. The answer is true for the moment;
+:mod:`ckpt_engine.staging.pressure` asks again and again.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import dataclasses
 import logging
 import os
 import resource
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
@@ -62,12 +64,16 @@ class Limit:
         room: bytes that may still be used under it.
         detail: the numbers behind ``room``.
         per_process: it holds for this process alone; otherwise all ranks of the node share it.
+        promised: what is mapped counts, touched or not, thread stacks included.
+        bound: the limit itself, where that is known.
     """
 
     name: str
     room: int
     detail: str
     per_process: bool = False
+    promised: bool = False
+    bound: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,6 +86,7 @@ class BudgetDecision:
         ruled_by: name of the limit that decided, or what else did.
         limits: every limit that was found, the tightest first.
         local_ranks: ranks that share the node.
+        share: what the tightest limit leaves this rank, its pool included; ``None`` if no limit could be read.
     """
 
     granted: int
@@ -87,6 +94,7 @@ class BudgetDecision:
     ruled_by: str
     limits: tuple[Limit, ...]
     local_ranks: int
+    share: int | None = None
 
     def explain(self) -> str:
         """The decision in one line."""
@@ -96,6 +104,35 @@ class BudgetDecision:
             f"staging budget {_size(self.granted)} per rank, ruled by {self.ruled_by} "
             f"(asked: {asked}, ranks on this node: {self.local_ranks}). Limits: {found or 'none could be read'}"
         )
+
+    @property
+    def complete(self) -> bool:
+        """Whether the system's limits allow all that was asked for."""
+        return all(self.ruled_by != limit.name for limit in self.limits[:1])
+
+    def check(self) -> None:
+        """
+        Raises:
+            MemoryBudgetError: not even :data:`ckpt_engine.config.MIN_BUDGET_BYTES` is granted. Names the limit.
+        """
+        if self.granted >= MIN_BUDGET_BYTES:
+            return
+        tightest = self.limits[0] if self.limits and self.ruled_by != "staging_budget" else None
+        detail = f", which has {_size(tightest.room)} left ({tightest.detail})" if tightest else ""
+        raise MemoryBudgetError(
+            f"the staging budget comes to {self.granted} bytes for each of {self.local_ranks} local ranks, expected at "
+            f"least {MIN_BUDGET_BYTES}; ruled by {self.ruled_by}{detail}",
+            phase="stage",
+            hint="free host memory, raise that limit, or start fewer ranks on this node",
+        )
+
+    def warn_if_cut(self) -> None:
+        """Says once that a number of the user's was too large."""
+        if self.requested != "auto" and self.granted < self.requested:
+            log.warning(
+                "staging_budget of %d bytes is cut to %d bytes by %s: %s",
+                *(self.requested, self.granted, self.ruled_by, self.explain()),
+            )
 
 
 def local_rank_count(environ: Mapping[str, str]) -> int:
@@ -108,6 +145,23 @@ def local_rank_count(environ: Mapping[str, str]) -> int:
     return 1
 
 
+def node_identity(proc: str = "/proc") -> str:
+    """What is the same for all ranks of one node and differs between nodes: its name and the boot of its kernel.
+
+    Containers of one node with host names of their own count as nodes of their own: each has limits of its own as a rule,
+    and where it hasn't, looking again while running keeps their sum within the node.
+    """
+    return f"{os.uname().nodename}/{_read(os.path.join(proc, 'sys/kernel/random/boot_id')).strip()}"
+
+
+def stack_bytes() -> int:
+    """Address space that each new thread takes for its stack. It counts for RLIMIT_AS and as committed, touched or not."""
+    if threading.stack_size():
+        return threading.stack_size()
+    bound = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    return bound if 0 < bound < _UNLIMITED else 8 * MIB
+
+
 def decide_budget(
     requested: int | Literal["auto"],
     *,
@@ -117,25 +171,55 @@ def decide_budget(
     cgroup_root: str = "/sys/fs/cgroup",
     environ: Mapping[str, str] = os.environ,
 ) -> BudgetDecision:
-    """Decides how much staging memory this rank may hold.
+    """Like :func:`weigh_budget`, with a warning where a number of the user's is cut.
+
+    Raises:
+        MemoryBudgetError: not even :data:`ckpt_engine.config.MIN_BUDGET_BYTES` can be granted. Names the limit.
+    """
+    decision = weigh_budget(
+        requested,
+        local_ranks=local_ranks,
+        already_held=already_held,
+        proc=proc,
+        cgroup_root=cgroup_root,
+        environ=environ,
+    )
+    decision.check()
+    if already_held == 0:  # a pool that is looked at again before each save would say the same each time
+        decision.warn_if_cut()
+    return decision
+
+
+def weigh_budget(
+    requested: int | Literal["auto"],
+    *,
+    local_ranks: int,
+    already_held: int = 0,
+    already_mapped: int | None = None,
+    stacks: int = 0,
+    proc: str = "/proc",
+    cgroup_root: str = "/sys/fs/cgroup",
+    environ: Mapping[str, str] = os.environ,
+) -> BudgetDecision:
+    """How much staging memory this rank may hold; may come to less than can be worked with, or to nothing.
 
     Args:
         requested: bytes, or ``"auto"``.
         local_ranks: ranks on this node, each with a pool of its own.
         already_held: bytes that this rank's pool holds now. They are in every "used" that is read here, so they are
             added to this rank's share again: asking twice gives the same answer.
+        already_mapped: the same, counting what is mapped but not touched yet; for limits on what is promised.
+        stacks: address space that threads yet to be started will take.
         proc: where procfs is mounted.
         cgroup_root: where the control groups are mounted.
         environ: the environment, for Ray's settings.
 
     Returns:
         ``"auto"``: half of this rank's share of the tightest limit, at most :data:`AUTO_CAP_BYTES`. A number: that
-        number, or 90 % of the share if that is less, with a warning.
-
-    Raises:
-        MemoryBudgetError: not even :data:`ckpt_engine.config.MIN_BUDGET_BYTES` can be granted. Names the limit.
+        number, or 90 % of the share if that is less.
     """
     ranks = max(local_ranks, 1)
+    mapped = already_held if already_mapped is None else already_mapped
     memory = _table(os.path.join(proc, "meminfo"))
     groups = list(_memory_groups(proc, cgroup_root))
     found = [
@@ -146,7 +230,8 @@ def decide_budget(
     ]
 
     def share(limit: Limit) -> int:
-        return (limit.room if limit.per_process else limit.room // ranks) + already_held
+        mine = limit.room if limit.per_process else limit.room // ranks
+        return max(mine + mapped - stacks, 0) if limit.promised else mine + already_held
 
     limits = tuple(sorted(found, key=share))
     tightest = limits[0] if limits else None
@@ -165,28 +250,7 @@ def decide_budget(
         granted, ruled_by = requested, "staging_budget"
         if tightest is not None and share(tightest) * USER_FRACTION < requested:
             granted, ruled_by = int(share(tightest) * USER_FRACTION), tightest.name
-    decision = BudgetDecision(granted, requested, ruled_by, limits, ranks)
-    if granted < MIN_BUDGET_BYTES:
-        detail = f", which has {_size(tightest.room)} left ({tightest.detail})" if tightest else ""
-        if ruled_by == "staging_budget":
-            detail = ""
-        raise MemoryBudgetError(
-            f"the staging budget comes to {granted} bytes for each of {ranks} local ranks, expected at least "
-            f"{MIN_BUDGET_BYTES}; ruled by {ruled_by}{detail}",
-            phase="stage",
-            hint="free host memory, raise that limit, or start fewer ranks on this node",
-        )
-    if requested != "auto" and granted < requested:
-        # A pool that is looked at again before each save would say the same each time.
-        log.log(
-            logging.WARNING if already_held == 0 else logging.DEBUG,
-            "staging_budget of %d bytes is cut to %d bytes by %s: %s",
-            requested,
-            granted,
-            ruled_by,
-            decision.explain(),
-        )
-    return decision
+    return BudgetDecision(granted, requested, ruled_by, limits, ranks, None if tightest is None else share(tightest))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -206,8 +270,23 @@ class _Group:
         return min(self.inactive_file + self.active_file, self.used)
 
 
-def _memory_groups(proc: str, root: str) -> Iterator[_Group]:
-    """The groups that this process's memory is charged to, the innermost first, for v2 and then v1."""
+def pressure_files(proc: str = "/proc", cgroup_root: str = "/sys/fs/cgroup") -> dict[str, str]:
+    """Files that tell how long tasks have waited for memory, by what they are of: the node, and groups with a limit."""
+    files = {NODE: os.path.join(proc, "pressure", "memory")}
+    for path, directory in _directories(proc, cgroup_root)[0]:
+        if any(_number(os.path.join(directory, name)) is not None for name in _V2_BOUNDS):
+            files[f"cgroup {path}"] = os.path.join(directory, "memory.pressure")
+    return {name: path for name, path in files.items() if os.path.exists(path)}
+
+
+#: Key of the node in :func:`pressure_files`.
+NODE = "the node"
+
+_V2_BOUNDS = ("memory.max", "memory.high")
+
+
+def _directories(proc: str, root: str) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """(path, directory) of the groups that this process's memory is charged to, the innermost first, for v2 and for v1."""
     unified, legacy = "/", "/"
     for line in _read(os.path.join(proc, "self", "cgroup")).splitlines():
         number, _, rest = line.partition(":")
@@ -217,9 +296,16 @@ def _memory_groups(proc: str, root: str) -> Iterator[_Group]:
         elif "memory" in controllers.split(","):
             legacy = path
     hybrid = os.path.join(root, "unified")
-    for path, directory in _upwards(hybrid if os.path.isdir(hybrid) else root, unified):
-        yield from _group(path, directory, ("memory.max", "memory.high"), "memory.current", "")
-    for path, directory in _upwards(os.path.join(root, "memory"), legacy):
+    mount = hybrid if os.path.isdir(hybrid) else root
+    return list(_upwards(mount, unified)), list(_upwards(os.path.join(root, "memory"), legacy))
+
+
+def _memory_groups(proc: str, root: str) -> Iterator[_Group]:
+    """Those of them that have a limit."""
+    v2, v1 = _directories(proc, root)
+    for path, directory in v2:
+        yield from _group(path, directory, _V2_BOUNDS, "memory.current", "")
+    for path, directory in v1:
         # total_ figures include the groups below, as the usage does.
         yield from _group(path, directory, ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
 
@@ -255,13 +341,15 @@ def _cgroup_limits(groups: list[_Group]) -> Iterator[Limit]:
                 f"cgroup {name} of {group.path}",
                 max(bound - group.used + group.reclaimable, 0),
                 f"limit {_size(bound)}, used {_size(group.used)}, of which {_size(group.reclaimable)} is file cache",
+                bound=bound,
             )
 
 
 def _node_limits(proc: str, memory: Mapping[str, int]) -> Iterator[Limit]:
     total, available = memory.get("MemTotal"), memory.get("MemAvailable")
     if available is not None:
-        yield Limit("MemAvailable", available, f"of {_size(total)}" if total is not None else "of the node")
+        detail = f"of {_size(total)}" if total is not None else "of the node"
+        yield Limit("MemAvailable", available, detail, bound=total or 0)
     if _number(os.path.join(proc, "sys", "vm", "overcommit_memory")) == 2:
         bound, committed = memory.get("CommitLimit"), memory.get("Committed_AS")
         if bound is not None and committed is not None:
@@ -269,6 +357,8 @@ def _node_limits(proc: str, memory: Mapping[str, int]) -> Iterator[Limit]:
                 "vm.overcommit_memory=2",
                 max(bound - committed, 0),
                 f"CommitLimit {_size(bound)}, Committed_AS {_size(committed)}",
+                promised=True,
+                bound=bound,
             )
 
 
@@ -282,7 +372,7 @@ def _process_limits(proc: str) -> Iterator[Limit]:
         if bound != resource.RLIM_INFINITY and 0 <= bound < _UNLIMITED:
             used = status.get(field, 0)
             detail = f"limit {_size(bound)}, {field} {_size(used)}"
-            yield Limit(name, max(bound - used, 0), detail, per_process=True)
+            yield Limit(name, max(bound - used, 0), detail, per_process=True, promised=True, bound=bound)
 
 
 def _ray_limits(memory: Mapping[str, int], groups: list[_Group], environ: Mapping[str, str]) -> Iterator[Limit]:
@@ -307,7 +397,7 @@ def _ray_limits(memory: Mapping[str, int], groups: list[_Group], environ: Mappin
             threshold = max(threshold, total - keep_free)  # Ray kills above the higher of the two
         room = int(threshold - total * RAY_MARGIN) - used
         detail = f"kills above {_size(int(threshold))} of {_size(total)}, used {_size(used)} as Ray counts it"
-        return Limit(f"Ray's memory threshold for {what}", max(room, 0), detail)
+        return Limit(f"Ray's memory threshold for {what}", max(room, 0), detail, bound=int(threshold))
 
     total, available = memory.get("MemTotal"), memory.get("MemAvailable")
     if total is not None and available is not None:

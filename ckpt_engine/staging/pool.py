@@ -4,10 +4,12 @@ What it holds: anonymous private maps, one for each extent, made when they are f
 pool) or in use (with whoever acquired it).
 
 What it promises: never more than the budget is mapped; :meth:`ExtentPool.acquire` waits until one comes back instead of
-growing; a system that refuses memory makes the pool smaller and is an error only if nothing is left; what is trimmed,
-shrunk or closed goes back to the system at once, because it never was in an allocator's arena. The maps are kept out of
-core dumps and out of forked children: a fork while O_DIRECT reads from private memory can corrupt what is written, and
-children of the data loader would pay for the copies.
+growing; a system that refuses memory makes the pool smaller and is an error only if nothing is left; with a gauge
+(:mod:`ckpt_engine.staging.pressure`), which is asked whenever an extent changes hands, the pool gives memory back while
+it is in use, down to :data:`FLOOR_EXTENTS` extents, and grows again; what is trimmed, shrunk or closed goes back to the
+system at once, because it never was in an allocator's arena. The maps are kept out of core dumps and out of forked
+children: a fork while O_DIRECT reads from private memory can corrupt what is written, and children of the data loader
+would pay for the copies.
 
 What it does not do: it doesn't choose the budget (:mod:`ckpt_engine.staging.guard` does), doesn't clear memory between
 uses, and doesn't know what the bytes mean.
@@ -26,9 +28,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from typing import Protocol
 
-from ckpt_engine.config import MIB, MIN_BUDGET_BYTES, MIN_EXTENT_BYTES
 from ckpt_engine.errors import ConfigError, EngineClosedError, MemoryBudgetError
+from ckpt_engine.staging.geometry import FLOOR_EXTENTS
+from ckpt_engine.staging.geometry import Geometry as Geometry
+from ckpt_engine.staging.geometry import choose_geometry as choose_geometry
 
 log = logging.getLogger("ckpt_engine")
 
@@ -42,46 +47,6 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _madvise.restype = ctypes.c_int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Geometry:
-    """How a budget is cut up: ``extents`` pieces of ``extent_bytes``, filled and written by ``writers`` threads."""
-
-    extent_bytes: int
-    extents: int
-    writers: int
-
-
-def choose_geometry(budget: int, extent_bytes: int, writers: int) -> Geometry:
-    """Cuts a budget so that every writer has two extents: one being written, one being filled.
-
-    The extent is the configured size if that fits, else the largest power of two of MiB that does. Writers are given up
-    only when even extents of 1 MiB don't give each of them two.
-
-    Raises:
-        MemoryBudgetError: the budget doesn't hold two extents of the smallest size.
-        ConfigError: ``extent_bytes`` or ``writers`` can't be worked with.
-    """
-    if extent_bytes < MIN_EXTENT_BYTES or extent_bytes % 4096:
-        raise ConfigError(
-            f"extent_bytes is {extent_bytes}, expected a multiple of 4096 of at least {MIN_EXTENT_BYTES}",
-            phase="config",
-        )
-    if writers < 1:
-        raise ConfigError(f"writers is {writers}, expected at least 1", phase="config")
-    if budget < MIN_BUDGET_BYTES:
-        raise MemoryBudgetError(
-            f"the staging budget is {budget} bytes, expected at least {MIN_BUDGET_BYTES} "
-            f"(two extents of {MIN_EXTENT_BYTES} bytes for one writer)",
-            phase="config",
-            hint="raise staging_budget, or free host memory",
-        )
-    writers = min(writers, budget // (2 * MIN_EXTENT_BYTES))
-    share = budget // (2 * writers)  # of one extent
-    if extent_bytes > share:
-        extent_bytes = MIB << ((share // MIB).bit_length() - 1)
-    return Geometry(extent_bytes, budget // extent_bytes, writers)
-
-
 @dataclasses.dataclass(slots=True, eq=False)
 class Extent:
     """One piece of staging memory.
@@ -91,12 +56,22 @@ class Extent:
         address: where they start, on a page.
         nbytes: how many there are.
         index: number of the map, counted from 0 and never used twice in one pool.
+        touched: its pages are there. Set by whoever fills it; until then the system doesn't count them as used.
     """
 
     view: memoryview
     address: int
     nbytes: int
     index: int
+    touched: bool = False
+
+
+class Gauge(Protocol):
+    """Tells how much a pool may hold at this moment."""
+
+    def due(self) -> bool: ...
+
+    def look(self, *, mapped: int, resident: int, extent_bytes: int, floor: int) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,7 +80,8 @@ class PoolStats:
 
     Attributes:
         budget: the most that may be mapped.
-        mapped: what is mapped, idle or in use (extents that are being mapped or unmapped right now included).
+        mapped: what is mapped, idle or in use (extents that are being mapped or unmapped right now included);
+            ``resident``: those that have been touched.
         in_use: what is acquired and not released.
         peak_in_use: the most that ``in_use`` has been.
         extents_mapped: ``mapped`` as a number of extents.
@@ -116,6 +92,7 @@ class PoolStats:
 
     budget: int
     mapped: int
+    resident: int
     in_use: int
     peak_in_use: int
     extents_mapped: int
@@ -132,19 +109,22 @@ class ExtentPool:
         budget: the most bytes that may be mapped at once.
         populate: map and touch everything now, and every extent that is mapped later, so that no copy pays for page
             faults. If the system refuses some of it the pool starts with what it got.
+        gauge: asked for a new budget from time to time.
 
     Raises:
         MemoryBudgetError: the budget doesn't hold one extent, or populating got not even one.
         ConfigError: ``extent_bytes`` isn't whole pages.
     """
 
-    def __init__(self, extent_bytes: int, budget: int, *, populate: bool = False) -> None:
+    def __init__(self, extent_bytes: int, budget: int, *, populate: bool = False, gauge: Gauge | None = None) -> None:
         if extent_bytes <= 0 or extent_bytes % _PAGE:
             raise ConfigError(f"extent_bytes is {extent_bytes}, expected a multiple of {_PAGE}", phase="config")
         self._extent_bytes = extent_bytes
         self._budget = budget
         self._allowed = self._extents_in(budget)
         self._populate = populate
+        self._gauge = gauge
+        self._looking = threading.Lock()
         self._changed = threading.Condition()
         self._idle: list[Extent] = []  # the last one released is the next to go out: its pages are in the CPU's caches
         self._in_use: dict[int, Extent] = {}
@@ -158,8 +138,8 @@ class ExtentPool:
         self._refused = 0
         self._refusal: tuple[int, str] = (0, "")
         _pools.add(self)
-        if populate:
-            self._populate_all()
+        if populate and self.reserve(self._allowed) == 0:
+            raise self._nothing_left()
 
     def acquire(self, *, timeout: float | None = None, cancelled: Callable[[], bool] | None = None) -> Extent | None:
         """Takes an extent, waiting for one to be released if the budget is in use.
@@ -176,6 +156,7 @@ class ExtentPool:
             MemoryBudgetError: the system refuses memory and the pool has no extent at all to wait for.
             EngineClosedError: the pool is closed.
         """
+        self.look()
         deadline = None if timeout is None else time.monotonic() + timeout
         waited_from: float | None = None
         may_map = True
@@ -224,11 +205,48 @@ class ExtentPool:
                 # Not ignored: an extent that is idle twice goes to two users, and one's bytes land in the other's file.
                 raise ValueError(f"extent {extent.index} isn't in use in this pool: released twice, or of another pool")
             del self._in_use[extent.index]
+            extent.touched = True
             surplus = self._closed or self._slots > self._allowed
             if not surplus:
                 self._idle.append(extent)
                 self._changed.notify_all()
         if surplus:
+            self._unmap([extent])
+        self.look()
+
+    def look(self, *, now: bool = False) -> None:
+        """Follows the gauge, if it is time to ask it, or ``now``."""
+        if self._gauge is None or self._closed or not (now or self._gauge.due()):
+            return
+        if not self._looking.acquire(blocking=now):
+            return  # another thread is at it
+        try:
+            stats = self.stats()
+            floor = FLOOR_EXTENTS * self._extent_bytes
+            budget = self._gauge.look(
+                mapped=stats.mapped, resident=stats.resident, extent_bytes=self._extent_bytes, floor=floor
+            )
+            if budget != self._budget:
+                self.resize(budget)
+        finally:
+            self._looking.release()
+
+    def reserve(self, count: int) -> int:
+        """Maps extents until there are ``count``, in use and idle together. Returns how many there are; fewer if refused."""
+        while True:
+            with self._changed:
+                self._refuse_if_closed()
+                if self._slots >= count:
+                    return self._slots
+                self._slots += 1
+            extent = self._map_reserved()
+            with self._changed:
+                if extent is None:
+                    return self._slots
+                if not self._closed:
+                    self._idle.append(extent)
+                    self._changed.notify_all()
+                    continue
             self._unmap([extent])
 
     def wake(self) -> None:
@@ -276,6 +294,7 @@ class ExtentPool:
             return PoolStats(
                 budget=self._budget,
                 mapped=self._slots * self._extent_bytes,
+                resident=sum(e.touched for e in (*self._idle, *self._in_use.values())) * self._extent_bytes,
                 in_use=len(self._in_use) * self._extent_bytes,
                 peak_in_use=self._peak * self._extent_bytes,
                 extents_mapped=self._slots,
@@ -325,16 +344,6 @@ class ExtentPool:
             )
         return budget // self._extent_bytes
 
-    def _populate_all(self) -> None:
-        while self._slots < self._allowed:
-            self._slots += 1
-            extent = self._map_reserved()
-            if extent is None:
-                break
-            self._idle.append(extent)
-        if not self._idle:
-            raise self._nothing_left()
-
     def _map_reserved(self) -> Extent | None:
         """Maps one extent into a slot that the caller has reserved. ``None``, and no slot, if the system refuses."""
         try:
@@ -366,7 +375,7 @@ class ExtentPool:
         with self._changed:
             index = self._next_index
             self._next_index += 1
-        return Extent(view, address, self._extent_bytes, index)
+        return Extent(view, address, self._extent_bytes, index, touched=self._populate)
 
     def _unmap(self, extents: list[Extent]) -> None:
         """Unmaps extents that are neither idle nor in use any more, and frees their slots."""
@@ -384,6 +393,7 @@ class ExtentPool:
             # A reference that nobody gives back: a list of the module would be cleared at the interpreter's exit.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(extent.view))
         self._changed = threading.Condition()  # a thread that doesn't exist here may have held the old one
+        self._looking = threading.Lock()
         self._idle, self._in_use, self._slots = [], {}, 0
         self._closed = True
 

@@ -111,6 +111,7 @@ def _fill(file: FileSource, number: int, extent: Extent, extent_bytes: int, pool
     except BaseException:
         pool.release(extent)
         raise
+    extent.touched = True
     file.put(number, extent)
 
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 
 from ckpt_engine.errors import StorageError
-from ckpt_engine.storage.shard_file import ShardFile
+from ckpt_engine.storage.place import Sink
 
 log = logging.getLogger("ckpt_engine")
 
@@ -36,12 +36,12 @@ Seal = Callable[[int, memoryview], int]
 class FileWriter:
     """One file of one save."""
 
-    def __init__(self, open_file: Callable[[], ShardFile], extents: int, extent_bytes: int, seal: Seal) -> None:
+    def __init__(self, open_file: Callable[[], Sink], extents: int, extent_bytes: int, seal: Seal) -> None:
         self.open_file = open_file
         self.extents = extents
         self.extent_bytes = extent_bytes
         self.seal = seal
-        self.file: ShardFile | None = None
+        self.file: Sink | None = None
         self.ready: dict[int, Filled] = {}
         self.next = 0  # next extent to seal
         self.sealing = False
@@ -186,7 +186,7 @@ class WriteQueue:
                 self.progress += 1
                 file.finished = True
 
-    def _write_with_retries(self, file: ShardFile, data: memoryview, offset: int) -> None:
+    def _write_with_retries(self, file: Sink, data: memoryview, offset: int) -> None:
         """A retried extent starts again at its own offset; ENOSPC, EACCES and their like are never retried."""
         pause = _FIRST_PAUSE
         for left in range(self._retries, -1, -1):
