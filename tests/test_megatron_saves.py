@@ -68,6 +68,7 @@ def test_a_state_larger_than_the_budget_streams_through_it(ranks: Ranks) -> None
     for result in each(ranks, "larger_than_the_budget"):
         assert result["problems"] == []
         assert 0 < result["peak"] <= BUDGET and result["mapped"] <= BUDGET
+        assert result["ranks"] == 2  # found over the Store: these ranks have no launcher
 
 
 def test_a_request_staged_or_cleared_by_its_owner_is_whole(ranks: Ranks) -> None:

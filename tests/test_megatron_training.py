@@ -10,6 +10,7 @@ import argparse
 import inspect
 import os
 import re
+import sys
 import typing
 from pathlib import Path
 from typing import Any
@@ -22,19 +23,22 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
 
-VERSIONS = ("0.17.1", "0.18.2", "0.19.2") if os.environ.get("CKPT_ENGINE_MEGATRON") == "all" else ("0.19.2",)
+ALL = ("0.17.1", "0.18.2", "0.19.2", "0.19.2+nvrx0.6.0", "0.19.2+nvrx0.7.0")
+
+VERSIONS = ALL if os.environ.get("CKPT_ENGINE_MEGATRON") == "all" else ("0.19.2", "0.19.2+nvrx0.7.0")
 
 STEPS = (5, 6, 7)
 
 
-def train(rank: int, world: int, folder: str, root: str, asynchronous: bool) -> Any:
+def train(rank: int, world: int, folders: list[str], root: str, asynchronous: bool) -> Any:
     """Three checkpoints of a tiny model, which changes, as its counters do, as soon as each save has returned."""
     import torch
     import torch.distributed as dist
 
     from tests import megatron_ranks, megatron_shims
 
-    megatron_shims.use(folder)
+    megatron_shims.use(folders[0])
+    sys.path[:0] = folders[1:]
     if not hasattr(typing, "override"):  # Python 3.11; the wheels are for 3.12
         typing.override = lambda function: function  # type: ignore[attr-defined]
     torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()  # type: ignore[assignment]
@@ -113,8 +117,11 @@ def test_megatron_lm_saves_on_threads(version: str, asynchronous: bool, tmp_path
     """B011: the counters next to the weights are those of the step. B040, B058: every way to start a process raises."""
     from ckpt_engine.restore.verify import verify_checkpoint
 
-    folder = megatron_wheels.unpacked("megatron-core", version)
-    assert run_ranks(2, train, folder, str(tmp_path), asynchronous, timeout=100.0) == [[7.0], [7.0]]
+    megatron, _, nvrx = version.partition("+nvrx")
+    folders = [megatron_wheels.unpacked("megatron-core", megatron)]
+    if nvrx:
+        folders.append(megatron_wheels.unpacked("nvidia-resiliency-ext", nvrx, "--platform", "manylinux_2_39_x86_64"))
+    assert run_ranks(2, train, folders, str(tmp_path), asynchronous, timeout=100.0) == [[7.0], [7.0]]
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000007"]  # the others were retired
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "7"
     wanted = TrainState(

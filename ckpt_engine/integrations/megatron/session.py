@@ -9,6 +9,7 @@ import concurrent.futures
 import dataclasses
 import logging
 import os
+import pickle
 import re
 import threading
 import weakref
@@ -22,6 +23,7 @@ from ckpt_engine.commit.coordinator import Coordinator
 from ckpt_engine.commit.names import parse_step
 from ckpt_engine.config import EngineConfig
 from ckpt_engine.layout.records import TemplateCache
+from ckpt_engine.staging.guard import node_identity
 from ckpt_engine.workers import Workers
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ class Session:
         self.rank, self.world_size = self._front.rank, self._front.world_size
         self._front_lock, self._back_lock = threading.Lock(), threading.Lock()
         self._number = 0
-        self._met = False
+        self.local_ranks: int | None = None  # ranks on this node, once the ranks have met
 
     def belongs_to(self, group: Any) -> bool:
         """Whether this is the session of that default group."""
@@ -81,11 +83,18 @@ class Session:
 
     def open(self, tag: str, payload: bytes, judge: Callable[[list[bytes]], bytes], step: int) -> bytes:
         """A round before anything is written; raises like :meth:`ckpt_engine.commit.coordinator.Coordinator.decide`."""
-        timeout = self._config.commit_timeout if self._met else min(_OPENING_SECONDS, self._config.commit_timeout)
         with self._front_lock:
-            verdict = self._front.decide(f"megatron/{tag}", payload, judge, phase="plan", step=step, timeout=timeout)
-        self._met = True
-        return verdict
+            if self.local_ranks is None:
+                mine = node_identity()
+                patience = min(_OPENING_SECONDS, self._config.commit_timeout)
+                tag_of_hosts = f"megatron/hosts/{self._number}"
+                hosts = pickle.loads(
+                    self._front.decide(
+                        tag_of_hosts, mine.encode(), pickle.dumps, phase="plan", step=step, timeout=patience
+                    )
+                )
+                self.local_ranks = hosts.count(mine.encode())
+            return self._front.decide(f"megatron/{tag}", payload, judge, phase="plan", step=step)
 
     def finalize(self, number: int, payload: bytes, judge: Callable[[list[bytes]], bytes], step: int) -> bytes:
         """The round that commits a save."""
@@ -127,7 +136,8 @@ class Core:
         """
         with self._lock:
             if self._workers is None:
-                self._workers = Workers(self.config)
+                ranks = None if self._session is None else self._session.local_ranks
+                self._workers = Workers(self.config, local_ranks=ranks)
             return self._workers
 
     def session(self) -> Session:
