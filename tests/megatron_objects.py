@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -261,8 +262,6 @@ def act_bad_shards(rank: int, directory: str) -> Any:
 
 def act_unpicklable(rank: int, directory: str) -> Any:
     """B085: an object that can't be pickled, on one rank; and finalize functions that can't."""
-    import threading
-
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     sharded: dict[str, Any] = state()
@@ -343,6 +342,66 @@ def act_in_another_process(rank: int, directory: str) -> Any:
     for function in request.finalize_fns:
         function()
     return [result, published(directory)]
+
+
+def act_pending(rank: int, directory: str) -> Any:
+    """B025, B070, B065: written, but not finalised: not published, not logged as committed, not taken for the latest."""
+    from ckpt_engine.commit.directory import CheckpointDirectory
+    from ckpt_engine.restore.verify import verify_checkpoint
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("ckpt_engine")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    calls, first, second = _queue(), os.path.join(directory, "iter_0000001"), os.path.join(directory, "iter_0000002")
+    try:
+        save(state(), first, strategy=strategy())
+        lines.clear()
+        calls.schedule_async_request(save(state(2.0), second, asynchronous=True, strategy=strategy()))
+        calls.async_calls[0].async_caller.write.wait()
+        dist.barrier()
+        latest = next(iter(CheckpointDirectory(directory).newest_first()), None)
+        visible = [name for name in published(second) if ".tmp-" not in name]
+        pending = [visible, verify_checkpoint(second).ok, [n for n in lines if "committed" in n], latest]
+        staged = [line for line in lines if "step 2 staged" in line]
+        dist.barrier()
+        calls.maybe_finalize_async_calls(blocking=True)
+        committed = [line for line in lines if "step 2 committed" in line]
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return {"pending": pending, "staged": len(staged), "committed": len(committed) - (rank == 0)}
+
+
+def act_growing(rank: int, directory: str) -> Any:
+    """B082: ten saves while the process gains threads and the tensors change their sizes."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    stop, found, threads = threading.Event(), [], []
+    try:
+        for number in range(10):
+            for _ in range(8):
+                threads.append(threading.Thread(target=megatron_ranks._keep_busy, args=(stop,), daemon=True))
+                threads[-1].start()
+            rows, path = 100 + 37 * number, os.path.join(directory, f"iter_{number:07d}")
+
+            def sharded(value: float, rows: int = rows) -> dict[str, Any]:
+                return {
+                    "w": ShardedTensor.from_rank_offsets(
+                        "w", torch.full((rows, 64), value), (0, rank, dist.get_world_size())
+                    )
+                }
+
+            save(sharded(number + 1.0), path, strategy=strategy())
+            found += problems(path, data_of(sharded(number + 1.0)), sharded(0.0))
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(20)
+    return found
 
 
 def act_directory_race(rank: int, directory: str) -> Any:

@@ -152,3 +152,15 @@ def test_other_requests_run_in_a_thread_of_the_queue(ranks: Ranks) -> None:
 def test_a_directory_that_appears_late_fails_nobody(ranks: Ranks) -> None:
     """B061."""
     assert each(ranks, "directory_race") == [[".metadata", "commit.json", "metadata.json"]] * 2
+
+
+def test_a_save_that_isnt_finalised_isnt_published(ranks: Ranks) -> None:
+    """B025, B065, B070: all bytes are durable, and nobody takes it for a checkpoint; the log says "staged", and once "committed"."""
+    for result in each(ranks, "pending"):
+        assert result["pending"] == [[], False, [], 1]
+        assert (result["staged"], result["committed"]) == (1, 0)
+
+
+def test_saves_go_on_while_the_process_gains_threads_and_tensors_change_sizes(ranks: Ranks) -> None:
+    """B082."""
+    assert each(ranks, "growing") == [[], []]
