@@ -20,6 +20,7 @@ from ckpt_engine.commit.coordinator import Coordinator, pack_error, unpack_error
 from ckpt_engine.commit.directory import CheckpointDirectory
 from ckpt_engine.errors import CheckpointError, ConfigError, StepExistsError
 from ckpt_engine.planning import Planner, Proposal, RankPlan, is_blob, judge_begin, pickle_value, resolve
+from ckpt_engine.spool import Pickled
 from ckpt_engine.state import FlatState, flatten
 from ckpt_engine.train_state import TrainState
 
@@ -72,7 +73,7 @@ class Agreed:
     plan: RankPlan
     reused: bool
     tensors: list[torch.Tensor]
-    blobs: dict[str, bytes]
+    blobs: dict[str, Pickled]
     train_state: bytes | None
 
 
@@ -130,7 +131,7 @@ class SaveAgreement:
         """
         seq = self._caught_up(seq, step)
         flat = FlatState()
-        blobs: dict[str, bytes] = {}
+        blobs: dict[str, Pickled] = {}
         frozen: bytes | None = None
 
         def propose() -> bytes:
@@ -138,7 +139,8 @@ class SaveAgreement:
             ready()
             _check_arguments(step, train_state)
             flat = flatten(state, rank=self._rank)
-            blobs.update((key, pickle_value(key, value)) for key, value in flat.values.items() if is_blob(value))
+            spool = self._directory.path
+            blobs.update((key, pickle_value(key, value, spool)) for key, value in flat.values.items() if is_blob(value))
             frozen = train_state.to_bytes() if train_state is not None else None
             return pickle.dumps((self._planner.begin(flat, step, blobs, frozen), unheard))
 

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from ckpt_engine.errors import StateError
 from ckpt_engine.layout.image import TensorSpec
+from ckpt_engine.spool import Pickled
 from ckpt_engine.state import FlatState, check_tensor, collector_paused
 from ckpt_engine.storage.checksum import crc32
 from ckpt_engine.structure import SameMemory, check_shards, local_of, matches, structure
@@ -137,7 +138,7 @@ class Planner:
 
     # -- every save ------------------------------------------------------------------------------------------------
 
-    def begin(self, flat: FlatState, step: int, blobs: Mapping[str, bytes], train_state: bytes | None) -> Proposal:
+    def begin(self, flat: FlatState, step: int, blobs: Mapping[str, Pickled], train_state: bytes | None) -> Proposal:
         """This rank's opening of a save.
 
         Raises:
@@ -157,7 +158,7 @@ class Planner:
             train_state_digest=hashlib.sha256(train_state).hexdigest() if train_state is not None else "",
         )
 
-    def _digests(self, flat: FlatState, blobs: Mapping[str, bytes]) -> dict[str, str]:
+    def _digests(self, flat: FlatState, blobs: Mapping[str, Pickled]) -> dict[str, str]:
         digests = {}
         if self._verify != "off":
             for key, value in flat.values.items():
@@ -169,12 +170,12 @@ class Planner:
 
     # -- when the structure is new -----------------------------------------------------------------------------------
 
-    def local_plan(self, flat: FlatState, blobs: Mapping[str, bytes]) -> bytes:
+    def local_plan(self, flat: FlatState, blobs: Mapping[str, Pickled]) -> bytes:
         """This rank's write items, pickled, for rank 0, which keeps its own as they are."""
         with collector_paused():
             return self._local_plan(flat, blobs)
 
-    def _local_plan(self, flat: FlatState, blobs: Mapping[str, bytes]) -> bytes:
+    def _local_plan(self, flat: FlatState, blobs: Mapping[str, Pickled]) -> bytes:
         for key, value in flat.values.items():
             if isinstance(value, torch.Tensor):
                 if isinstance(value, DTensor):

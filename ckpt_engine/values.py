@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ckpt_engine.errors import StateError
+from ckpt_engine.spool import Pickled, Spool
 from ckpt_engine.state import storage_problem
 
 #: Records of small constants (hyper-parameters in param_groups): torch.save takes 140 us for each, every time.
@@ -59,8 +60,11 @@ def _has_strides(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized and not tensor.is_meta
 
 
-def pickle_value(key: str, value: Any) -> bytes:
+def pickle_value(key: str, value: Any, directory: str | None = None) -> Pickled:
     """The record of a non-tensor value, as stock DCP writes it (``torch.save`` of the object).
+
+    Args:
+        directory: where large ones may wait to be written (:mod:`ckpt_engine.spool`).
 
     Raises:
         StateError: it can't be pickled; names the key.
@@ -69,9 +73,10 @@ def pickle_value(key: str, value: Any) -> bytes:
     token = (type(value), repr(value)) if small else None
     if token in _PICKLED:
         return _PICKLED[token]
-    buffer = io.BytesIO()
+    spool = Spool(directory)
     try:
-        torch.save(value, buffer, pickle_module=_COMPACT)
+        torch.save(value, spool, pickle_module=_COMPACT)  # type: ignore[arg-type]
+        data = spool.take()
     except Exception as error:  # a __reduce__ may raise anything
         raise StateError(
             f"{key!r} ({type(value).__name__}) can't be pickled: {type(error).__name__}: {error}",
@@ -79,15 +84,16 @@ def pickle_value(key: str, value: Any) -> bytes:
             phase="plan",
             hint="leave it out of the state, or give it state_dict() and load_state_dict()",
         ) from error
-    data = buffer.getvalue()
-    if token is not None and len(data) < 4096:
+    finally:
+        spool.close()
+    if token is not None and isinstance(data, bytes) and len(data) < 4096:
         if len(_PICKLED) >= 4096:
             _PICKLED.clear()
         _PICKLED[token] = data
     return data
 
 
-def value_digest(value: Any, pickled: bytes) -> str:
+def value_digest(value: Any, pickled: Pickled) -> str:
     """Digest that is equal for equal plain values even where their pickles aren't (pickle depends on object identity)."""
     digest = hashlib.blake2b(digest_size=8)
     try:
@@ -97,7 +103,7 @@ def value_digest(value: Any, pickled: bytes) -> str:
     return digest.hexdigest()
 
 
-def _visit(digest: Any, item: Any, pickled: bytes | None = None) -> None:
+def _visit(digest: Any, item: Any, pickled: Pickled | None = None) -> None:
     kind = type(item)
     digest.update(kind.__qualname__.encode())
     if kind in _PLAIN:

@@ -241,13 +241,30 @@ def test_ray_threshold_rules_in_a_ray_worker_only(machine: Machine) -> None:
     assert room(decision, decision.ruled_by) == pytest.approx(3 * GIB, abs=MIB)  # 95 GiB - 2 GiB of margin - 90 GiB
 
 
-def test_ray_threshold_of_the_container_counts_active_cache_as_ray_does(machine: Machine) -> None:
-    """B083: in a container Ray's count includes file pages on the active list."""
+def test_ray_threshold_of_the_container_leaves_file_cache_out_as_ray_does(machine: Machine) -> None:
+    """B083: since Ray 2.10 neither list of file pages counts as used."""
     machine.membership(v1="/job")
     machine.group_v1("/job", limit=20 * GIB, used=16 * GIB, inactive=6 * GIB, active=6 * GIB)
     decision = machine.decide(environ=RAY_WORKER)
     assert decision.ruled_by == "Ray's memory threshold for cgroup /job"
-    assert room(decision, decision.ruled_by) == pytest.approx((19 - 0.4 - 10) * GIB, abs=MIB)
+    assert room(decision, decision.ruled_by) == pytest.approx((19 - 0.4 - 4) * GIB, abs=MIB)
+
+
+def test_the_settings_of_the_raylet_count_not_those_of_a_runtime_env(machine: Machine) -> None:
+    """A worker that says 0.99, or that the monitor is off, is killed at the raylet's 0.6 all the same."""
+    machine.meminfo(MemTotal=100 * GIB, MemAvailable=50 * GIB)
+    raylet = machine.proc / "4711"
+    raylet.mkdir()
+    (raylet / "environ").write_bytes(b"PATH=/bin\0RAY_memory_usage_threshold=0.6\0EMPTY\0")
+    worker = RAY_WORKER | {
+        "RAY_RAYLET_PID": "4711",
+        "RAY_memory_usage_threshold": "0.99",
+        "RAY_memory_monitor_refresh_ms": "0",
+    }
+    decision = machine.decide(environ=worker)
+    assert room(decision, "Ray's memory threshold for the node") == pytest.approx((60 - 2 - 50) * GIB, abs=MIB)
+    unreadable = machine.decide(environ=worker | {"RAY_RAYLET_PID": "12"})
+    assert all("Ray" not in limit.name for limit in unreadable.limits)  # then the worker's own have to do
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 import torch
 
 from ckpt_engine.layout.records import ALIGNMENT, RecordTemplate, TemplateCache, fill_crc
+from ckpt_engine.spool import Pickled
 from ckpt_engine.storage.checksum import crc32
 
 
@@ -83,11 +84,11 @@ class FileImage:
 class BlobRun:
     """The blobs of one file in one save: (start, bytes), laid out after the records."""
 
-    blobs: list[tuple[int, bytes]]
+    blobs: list[tuple[int, Pickled]]
     size: int
 
     @classmethod
-    def place(cls, image: FileImage, blobs: Sequence[bytes]) -> BlobRun:
+    def place(cls, image: FileImage, blobs: Sequence[Pickled]) -> BlobRun:
         placed, end = [], image.tensor_bytes
         for blob in blobs:
             placed.append((end, blob))
@@ -203,7 +204,7 @@ class Sealer:
             self._tail = tail
         _copy_clipped(self._tail, payload_end, base, stop, view)
 
-    def _seal_blob(self, index: int, start: int, blob: bytes, base: int, stop: int, view: memoryview) -> None:
+    def _seal_blob(self, index: int, start: int, blob: Pickled, base: int, stop: int, view: memoryview) -> None:
         _copy_clipped(blob, start, base, stop, view)
         pad_start = start + len(blob)
         padding = bytes(min(-len(blob) % ALIGNMENT, self._run.size - pad_start))
@@ -213,7 +214,7 @@ class Sealer:
             self.frame_crcs[index] = crc32(padding)
 
 
-def _copy_clipped(data: bytes | bytearray, start: int, base: int, stop: int, view: memoryview) -> None:
+def _copy_clipped(data: Pickled | bytearray, start: int, base: int, stop: int, view: memoryview) -> None:
     """Copies the part of ``data``, which lies at file offset ``start``, that falls into ``[base, stop)``."""
     low, high = max(start, base), min(start + len(data), stop)
     if low < high:

@@ -9,8 +9,8 @@ cgroup v2 and v1           ``memory.max``, ``memory.high``, ``memory.limit_in_by
 ``MemAvailable``           the node as a whole
 ``Committed_AS``           with ``vm.overcommit_memory=2``: what may still be promised
 ``RLIMIT_AS``, ``_DATA``   of this process alone, so not divided by the ranks
-Ray's memory monitor       kills workers above a share of the node or the container, and counts part of the file
-                           cache as used
+Ray's memory monitor       kills workers above a share of the node or the container; the raylet's settings count,
+                           not the worker's
 =========================  =====================================================================================
 
 What it promises: it only reads, takes about a millisecond, and works where any of these files is missing or unreadable;
@@ -226,7 +226,7 @@ def weigh_budget(
         *_cgroup_limits(groups),
         *_node_limits(proc, memory),
         *_process_limits(proc),
-        *_ray_limits(memory, groups, environ),
+        *_ray_limits(memory, groups, _raylet_settings(proc, environ)),
     ]
 
     def share(limit: Limit) -> int:
@@ -375,6 +375,9 @@ def _process_limits(proc: str) -> Iterator[Limit]:
             yield Limit(name, max(bound - used, 0), detail, per_process=True, promised=True, bound=bound)
 
 
+_RAY_SETTINGS = ("RAY_memory_usage_threshold", "RAY_min_memory_free_bytes", "RAY_memory_monitor_refresh_ms")
+
+
 def _ray_limits(memory: Mapping[str, int], groups: list[_Group], environ: Mapping[str, str]) -> Iterator[Limit]:
     """Room below the threshold of Ray's memory monitor, for the node and for each group with a limit.
 
@@ -405,8 +408,20 @@ def _ray_limits(memory: Mapping[str, int], groups: list[_Group], environ: Mappin
     for group in groups:
         bound = min(group.bounds.values())
         if total is None or bound < total:
-            # Ray takes only inactive file pages off: active ones count as used, although the kernel could drop them.
-            yield limit(f"cgroup {group.path}", bound, max(group.used - group.inactive_file, 0))
+            yield limit(f"cgroup {group.path}", bound, group.used - group.reclaimable)  # as Ray counts since 2.10
+
+
+def _raylet_settings(proc: str, environ: Mapping[str, str]) -> Mapping[str, str]:
+    """The environment with Ray's settings as the raylet has them: it kills, and a worker's runtime_env doesn't move it."""
+    pid = environ.get("RAY_RAYLET_PID", "").strip()
+    text = _read(os.path.join(proc, pid, "environ")) if pid.isdecimal() else ""
+    if not text:
+        return environ
+    theirs = dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
+    return {
+        **{name: value for name, value in environ.items() if name not in _RAY_SETTINGS},
+        **{name: theirs[name] for name in _RAY_SETTINGS if name in theirs},
+    }
 
 
 def _ray_setting(environ: Mapping[str, str], name: str, default: float) -> float:

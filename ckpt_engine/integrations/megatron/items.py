@@ -21,6 +21,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ckpt_engine.errors import StateError
+from ckpt_engine.spool import Pickled
 from ckpt_engine.state import storage_problem
 from ckpt_engine.values import pickle_value
 
@@ -62,12 +63,15 @@ class Content:
     tensors: list[torch.Tensor]
     odd: list[Chunk]
     objects: list[str]
-    values: list[bytes]
+    values: list[Pickled]
     originals: dict[str, tuple[int, ...]]
 
     @classmethod
-    def of(cls, sharded_state_dict: Any) -> Content:
+    def of(cls, sharded_state_dict: Any, directory: str | None = None) -> Content:
         """Takes a state dict apart. Objects are pickled here, tensors stay where they are.
+
+        Args:
+            directory: where large objects may wait to be written.
 
         Raises:
             StateError: something can't be saved; names it.
@@ -93,7 +97,7 @@ class Content:
                     hint="save through megatron.core.dist_checkpointing.save, which applies factories and sorts out the rest",
                 )
         found.objects = list(objects)
-        found.values = [pickle_value(key, data) for key, data in objects.items()]
+        found.values = [pickle_value(key, data, directory) for key, data in objects.items()]
         found.values += [_pickled(tensor) for tensor in strange]
         return found
 

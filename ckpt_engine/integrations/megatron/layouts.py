@@ -17,6 +17,7 @@ from ckpt_engine.layout.image import FileImage, TensorSpec, plan_files
 from ckpt_engine.layout.records import TemplateCache
 from ckpt_engine.persisting import describe_tensors
 from ckpt_engine.saving import Columns
+from ckpt_engine.spool import Pickled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +53,9 @@ class FileLayout:
     composer: MetadataComposer = dataclasses.field(default_factory=MetadataComposer)
     committed: bool = False
 
-    def by_file(self, values: Sequence[bytes]) -> list[list[bytes]]:
+    def by_file(self, values: Sequence[Pickled]) -> list[list[Pickled]]:
         """The values of each file."""
-        found: list[list[bytes]] = [[] for _ in self.images]
+        found: list[list[Pickled]] = [[] for _ in self.images]
         for value, place in zip(values, self.places, strict=True):
             found[place].append(value)
         return found
