@@ -23,6 +23,7 @@ from ckpt_engine.commit.manifest import PartStatic, compose_part
 from ckpt_engine.config import EngineConfig
 from ckpt_engine.errors import CommitTimeoutError
 from ckpt_engine.layout.image import BlobRun, FileImage, Sealer, TensorSpec
+from ckpt_engine.spool import Pickled
 from ckpt_engine.staging.copy import Sources
 from ckpt_engine.staging.pool import Extent, ExtentPool
 from ckpt_engine.staging.stager import FileSource, stage
@@ -93,7 +94,7 @@ class ShardSave:
         self,
         images: Sequence[FileImage],
         static: PartStatic,
-        blobs: Sequence[Sequence[bytes]],
+        blobs: Sequence[Sequence[Pickled]],
         place: Place,
         pool: ExtentPool,
         *,
@@ -130,14 +131,23 @@ class ShardSave:
         )
         self.file_bytes = [run.size for run in self._runs]
         self.queue = WriteQueue(self._writers, on_failure=pool.wake, retries=config.retries)
+        failed.queue = weakref.ref(self.queue)
 
-    def _opener(self, name: str, size: int) -> Callable[[], ShardFile]:
-        path, direct, step, opened = self._path_of(name), self._config.direct_io, self._step, self._opened
+    def _opener(self, place: Place, name: str, size: int, failed: _Failed) -> Callable[[], Sink]:
+        config, step, opened = self._config, self._step, self._opened
+        room = self._pool.stats().budget // len(self._images)
 
-        def open_file() -> (
-            ShardFile
-        ):  # without self: the queue would hold this save, which holds the queue, blobs and all
-            file = ShardFile.create(path, size, direct=direct, step=step)
+        # Without self: the queue would hold this save, which holds the queue, blobs and all.
+        def open_file() -> Sink:
+            file = place.create(
+                name,
+                size,
+                direct=config.direct_io,
+                step=step,
+                timeout=config.commit_timeout,
+                cancelled=failed,
+                room=room,
+            )
             opened.append(file.direct)
             return file
 
@@ -253,3 +263,9 @@ class ShardSave:
     def release(self) -> None:
         """Drops the blobs and the CRCs, so that whoever keeps this holds no bytes."""
         self._runs, self._sealers, self._writers = [], [], []
+        error = self.queue.failure
+        while isinstance(
+            error, Exception
+        ):  # its frames hold the queue; an interrupt is the trainer's, and may be on its way
+            error.__traceback__ = None
+            error = error.__cause__ or error.__context__

@@ -26,6 +26,7 @@ from ckpt_engine.layout.records import TemplateCache
 from ckpt_engine.persisting import ShardSave, describe_tensors
 from ckpt_engine.planning import RankPlan
 from ckpt_engine.results import SaveHandle, SaveStats
+from ckpt_engine.spool import Pickled
 from ckpt_engine.staging.pool import ExtentPool
 from ckpt_engine.storage.fs import write_atomic
 from ckpt_engine.storage.place import LocalPlace
@@ -130,15 +131,14 @@ class SaveJob:
         self.stats = SaveStats()
         self.staged = threading.Event()  # set once stats are those of the whole save() call
         self._pool = pool
-        directory = agreed.directory  # not self, below: a cycle would keep the blobs until a garbage collection
-        blobs: list[list[bytes]] = [[] for _ in layout.images]
+        blobs: list[list[Pickled]] = [[] for _ in layout.images]
         if self.plan.blobs:
             blobs[layout.blob_image] = [agreed.blobs[key] for key in self.plan.blobs]
         self.shards = ShardSave(
             layout.images,
             layout.static,
             blobs,
-            lambda name: os.path.join(directory, name),
+            LocalPlace(self.directory),
             pool,
             step=handle.step,
             rank=rank,

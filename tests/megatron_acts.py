@@ -126,7 +126,12 @@ def act_larger_than_the_budget(rank: int, directory: str) -> Any:
     calls.maybe_finalize_async_calls(blocking=True)
     stats = core().workers.pool.stats()
     blank = {key: value for key, value in big_state().items() if value.data.zero_() is not None}
-    return {"problems": problems(directory, wanted, blank), "peak": stats.peak_in_use, "mapped": stats.mapped}
+    return {
+        "problems": problems(directory, wanted, blank),
+        "peak": stats.peak_in_use,
+        "mapped": stats.mapped,
+        "ranks": core().workers.memory().local_ranks,
+    }
 
 
 def act_two_in_flight(rank: int, directory: str) -> Any:
@@ -193,7 +198,7 @@ def act_no_memory(rank: int, directory: str) -> Any:
     from ckpt_engine import MemoryBudgetError
     from ckpt_engine.integrations.megatron import session
 
-    def refuse(*_: Any) -> Any:
+    def refuse(*_: Any, **__: Any) -> Any:
         raise MemoryBudgetError("nothing left")
 
     real, kept = session.Workers, session.core()._workers
@@ -218,18 +223,25 @@ def act_failing_finish(rank: int, directory: str) -> Any:
     from megatron.core.dist_checkpointing import serialization
 
     from ckpt_engine.integrations.megatron import finalizing
+    from ckpt_engine.storage import place
 
     def broken(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    found = {}
-    places = ((finalizing, "fsync_dir"), (finalizing, "write_atomic"))
-    for owner, name in places:
+    found, real = {}, finalizing._commit
+    for name in ("fsync_dir", "write_atomic"):
+
+        def commit(*arguments: Any, name: str = name) -> None:
+            kept = getattr(place, name)
+            setattr(place, name, broken)
+            try:
+                real(*arguments)
+            finally:
+                setattr(place, name, kept)
+
         for mode in ("sync", "async"):
             path = os.path.join(directory, f"{name}-{mode}")
-            real = getattr(owner, name)
-            if rank == 0:
-                setattr(owner, name, broken)
+            finalizing._commit = commit
             calls = queue()
             try:
                 if mode == "sync":
@@ -238,7 +250,7 @@ def act_failing_finish(rank: int, directory: str) -> Any:
                     calls.schedule_async_request(save(state(), path, asynchronous=True))
                     found[path] = _error_of(lambda calls=calls: calls.maybe_finalize_async_calls(blocking=True))  # type: ignore[misc]
             finally:
-                setattr(owner, name, real)
+                finalizing._commit = real
             dist.barrier()
             if "commit.json" in published(path):
                 found[path] += " but committed"

@@ -135,7 +135,7 @@ def test_a_request_that_is_dropped_says_so(ranks: Ranks) -> None:
 def test_finalising_on_one_rank_only_ends_and_names_the_other(ranks: Ranks) -> None:
     """B022: by the deadline, on that rank; the other hears of it when it comes; the next save works."""
     results = each(ranks, "alone")
-    assert "CommitTimeoutError" in results[0]["errors"][0] and "ranks [1]" in results[0]["errors"][0]
+    assert "CommitTimeoutError" in results[0]["errors"][0] and "rank 1" in results[0]["errors"][0]
     assert "CommitTimeoutError" in results[1]["errors"][1]
     for result in results:
         assert result["again"] == []

@@ -182,7 +182,7 @@ class EngineStorageWriter(StorageWriter):
             blobs,
             LocalPlace(self.path),
             workers.pool,
-            name_of=lambda name: self._temporary(name, order.save_id),
+            name_of=lambda name: os.path.basename(self._temporary(name, order.save_id)),
             step=0,
             rank=order.rank,
             directory=self.path,

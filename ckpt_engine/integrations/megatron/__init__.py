@@ -11,7 +11,9 @@ queue, goes through the engine: staged into a pool of bounded size on the caller
 checksums by threads, reported and finalised on Megatron's own sequence of collectives. Stock loaders read the result; on top
 of stock's files it has part manifests and a commit record, written last (:mod:`.verdict`).
 
-Not here: object storage (``use_msc``), local checkpoints and formats other than ``torch_dist``, which go stock's way.
+Object stores are reached through multi-storage-client, as Megatron does it (``--enable-msc``, ``msc://profile/path``).
+
+Not here: local checkpoints and formats other than ``torch_dist``, which go stock's way.
 """
 
 from __future__ import annotations

@@ -30,9 +30,10 @@ from ckpt_engine.commit.manifest import COMMIT_NAME, CommitRecord, FileEntry, Pa
 from ckpt_engine.commit.names import PART_DIRECTORY
 from ckpt_engine.errors import CheckpointError, StorageError
 from ckpt_engine.integrations.megatron import progress
+from ckpt_engine.integrations.megatron.places import place_of
 from ckpt_engine.integrations.megatron.write import ThreadedWrite, temporary_part
 from ckpt_engine.saving import Vote
-from ckpt_engine.storage.fs import fsync_dir, write_atomic
+from ckpt_engine.storage.place import Place
 from ckpt_engine.version import __version__
 
 log = logging.getLogger("ckpt_engine")
@@ -87,8 +88,7 @@ class Finalize:
 
 def _commit(write: ThreadedWrite, votes: Sequence[Vote]) -> None:
     """On rank 0: everything that is written after the shard files."""
-    folder = os.path.join(write.directory, PART_DIRECTORY)
-    commit = os.path.join(folder, COMMIT_NAME)
+    place, commit = write.place, f"{PART_DIRECTORY}/{COMMIT_NAME}"
     # Composed first: an earlier checkpoint at this path stays as it is if that fails.
     contents = {
         ".metadata": write.compose(votes),
@@ -96,12 +96,12 @@ def _commit(write: ThreadedWrite, votes: Sequence[Vote]) -> None:
     }
     if write.train_state is not None:
         contents[progress.NAME] = write.train_state
-    if os.path.exists(commit):
-        os.unlink(commit)
-        fsync_dir(folder)
+    if place.exists(commit):
+        place.remove(commit)
+        place.sync(PART_DIRECTORY)
     for rank, vote in enumerate(votes):
         try:
-            os.rename(temporary_part(write.directory, rank, write.save_id), os.path.join(folder, vote.part[0]))
+            place.rename(temporary_part(rank, write.save_id), f"{PART_DIRECTORY}/{vote.part[0]}")
         except FileNotFoundError as error:
             raise StorageError(
                 f"rank 0 doesn't see what rank {rank} has written",
@@ -110,14 +110,14 @@ def _commit(write: ThreadedWrite, votes: Sequence[Vote]) -> None:
                 phase="commit",
                 hint="all ranks have to save into one shared directory",
             ) from error
-    fsync_dir(folder)
+    place.sync(PART_DIRECTORY)
     for name, content in contents.items():
-        write_atomic(os.path.join(write.directory, name), content)
+        place.put(name, content)
     files = {name: FileEntry(len(content), hashlib.sha256(content).hexdigest()) for name, content in contents.items()}
-    common = _durable_digest(os.path.join(write.directory, _COMMON))
+    common = place.digest(_COMMON)
     if common is not None:
-        files[_COMMON] = common
-    fsync_dir(write.directory)
+        files[_COMMON] = FileEntry(*common)
+    place.sync()
     record = CommitRecord(
         step=write.step,
         save_id=write.save_id,
@@ -129,11 +129,11 @@ def _commit(write: ThreadedWrite, votes: Sequence[Vote]) -> None:
         parts=tuple(PartEntry(rank, *vote.part) for rank, vote in enumerate(votes)),
         files=files,
     )
-    write_atomic(commit, compose_commit(record))
+    place.put(commit, compose_commit(record))
     log.info("step %d committed: %d bytes at %s", record.step, record.bytes, write.directory)
     shards = {name for vote in votes for name, _ in vote.files}
-    _remove_others(write.directory, shards, ".distcp")
-    _remove_others(folder, {vote.part[0] for vote in votes} | {COMMIT_NAME}, "")
+    _remove_others(place, "", shards, ".distcp")
+    _remove_others(place, PART_DIRECTORY, {vote.part[0] for vote in votes} | {COMMIT_NAME}, "")
     if write.target.digests:
         sums = {name: entry.sha256 for name, entry in files.items()}
         for vote in votes:
@@ -142,37 +142,19 @@ def _commit(write: ThreadedWrite, votes: Sequence[Vote]) -> None:
         while len(_digests) > _REMEMBERED:
             del _digests[next(iter(_digests))]
     if write.train_state is not None:
-        progress.advance(write.directory, write.train_state)
+        progress.advance(write.directory, write.train_state, lambda: place_of(os.path.dirname(write.directory)))
 
 
-def digests_of(directory: str) -> dict[str, str] | None:
+def digests_of(place: Place) -> dict[str, str] | None:
     """SHA-256 sums, taken while writing, of the files of a save that was just committed there on this rank; asked for once."""
-    return _digests.pop(os.path.abspath(directory), None)
+    return _digests.pop(place.path, None)
 
 
-def _remove_others(folder: str, names: set[str], suffix: str) -> None:
+def _remove_others(place: Place, folder: str, names: set[str], suffix: str) -> None:
     """What an earlier checkpoint, or a run that died, has left here is of no use any more."""
     try:
-        with os.scandir(folder) as entries:
-            stale = [entry.path for entry in entries if entry.name.endswith(suffix) and entry.name not in names]
-        for path in stale:
-            os.unlink(path)
-    except OSError as error:
-        log.warning("left-overs in %s can't be removed: %s", folder, error)
-
-
-def _durable_digest(path: str) -> FileEntry | None:
-    """Size and SHA-256 of a file that Megatron wrote, made durable."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    digest, size = hashlib.sha256(), 0
-    try:
-        while piece := os.read(fd, 1 << 20):
-            digest.update(piece)
-            size += len(piece)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    return FileEntry(size, digest.hexdigest())
+        for name in place.names(folder):
+            if name.endswith(suffix) and name not in names:
+                place.remove(f"{folder}/{name}" if folder else name)
+    except (OSError, StorageError) as error:
+        log.warning("left-overs in %s can't be removed: %s", place.path, error)

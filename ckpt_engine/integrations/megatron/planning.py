@@ -33,14 +33,15 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckpt_engine.agreeing import attempt, opened
 from ckpt_engine.commit.manifest import COMMIT_NAME
-from ckpt_engine.commit.names import PART_DIRECTORY, absolute_directory
+from ckpt_engine.commit.names import PART_DIRECTORY
 from ckpt_engine.errors import CheckpointError, ConfigError, StateError
 from ckpt_engine.integrations.megatron.coverage import coverage_problems
 from ckpt_engine.integrations.megatron.items import Chunk, Content
 from ckpt_engine.integrations.megatron.layouts import FileLayout, Wanted, lay_out
+from ckpt_engine.integrations.megatron.places import place_of
 from ckpt_engine.integrations.megatron.session import Core, Session, step_of
 from ckpt_engine.state import collector_paused
-from ckpt_engine.storage.fs import make_directory
+from ckpt_engine.storage.place import LocalPlace, Place
 
 #: Structures whose plan is kept: a trainer saves one, verl three per step.
 _PLANS = 8
@@ -119,13 +120,14 @@ class Opening:
     Attributes:
         number: counts the saves of the process group.
         save_id: random, the same on all ranks.
+        place: the checkpoint directory.
         first: number of the first shard file.
         train_state: content of ``train_state.pt``.
     """
 
     number: int
     save_id: str
-    directory: str
+    place: Place
     step: int
     first: int
     plan: Plan
@@ -156,15 +158,16 @@ def open_save(
     """
     step = step_of(os.fspath(directory))
     content: Content | None = None
-    path, progress = "", None
+    place: Place | None = None
+    progress: bytes | None = None
 
     def propose() -> bytes:
-        nonlocal content, path, progress
-        path = absolute_directory(directory)
-        progress = train_state(path)
-        content = Content.of(state)
+        nonlocal content, place, progress
+        place = place_of(directory)
+        progress = train_state(place.path)
+        content = Content.of(state, place.path if isinstance(place, LocalPlace) else None)
         known = next((plan for plan in reversed(core.plans) if plan.fits(content, wanted)), None)
-        return pickle.dumps((None if known is None else known.plan_id, settings, path))
+        return pickle.dumps((None if known is None else known.plan_id, settings, place.path))
 
     def judge_opening(payloads: list[bytes]) -> bytes:
         proposals = [pickle.loads(payload) for payload in opened(payloads)]
@@ -172,14 +175,14 @@ def open_save(
         _same("directories", [proposal[2] for proposal in proposals])
         plan_ids = {proposal[0] for proposal in proposals}
         plan_id = plan_ids.pop() if len(plan_ids) == 1 else None
-        return pickle.dumps((uuid.uuid4().hex, plan_id, _prepare(proposals[0][2])))
+        return pickle.dumps((uuid.uuid4().hex, plan_id, _prepare(place or place_of(directory))))
 
     with collector_paused():
         number = session.next_number(step)
         payload, original = attempt(propose, rank=session.rank, step=step, phase="plan")
         try:
             save_id, plan_id, first = pickle.loads(session.open(f"open/{number}", payload, judge_opening, step))
-            if content is None:
+            if content is None or place is None:
                 raise RuntimeError("the ranks agreed on a save that this rank has not described")
             if plan_id is None:
                 plan = _plan_anew(session, number, step, content, wanted)
@@ -193,7 +196,7 @@ def open_save(
             raise
         del core.plans[: len(core.plans) + 1 - _PLANS]
         core.plans.append(plan)
-    return Opening(number, save_id, path, step, first, plan, content, progress)
+    return Opening(number, save_id, place, step, first, plan, content, progress)
 
 
 def _same(what: str, values: Sequence[str]) -> None:
@@ -206,14 +209,14 @@ def _same(what: str, values: Sequence[str]) -> None:
         )
 
 
-def _prepare(directory: str) -> int:
+def _prepare(place: Place) -> int:
     """Makes the directory if it isn't there. Returns the number of the first shard file.
 
     A directory that holds a checkpoint keeps it until the new one commits: its files keep their names, the new ones get others.
     """
-    make_directory(directory)
-    names = os.listdir(directory)
-    if ".metadata" not in names and not os.path.exists(os.path.join(directory, PART_DIRECTORY, COMMIT_NAME)):
+    place.make()
+    names = place.names()
+    if ".metadata" not in names and not place.exists(f"{PART_DIRECTORY}/{COMMIT_NAME}"):
         return 0
     return 1 + max((int(match[1]) for name in names if (match := _NUMBERED.search(name))), default=-1)
 

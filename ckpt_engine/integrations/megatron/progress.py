@@ -22,7 +22,7 @@ import copy
 import hashlib
 import logging
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch.distributed as dist
@@ -31,7 +31,8 @@ from ckpt_engine.commit.manifest import COMMIT_NAME, FileEntry, parse_commit
 from ckpt_engine.commit.names import PART_DIRECTORY, parse_step
 from ckpt_engine.commit.remote_error import pack_error, unpack_error
 from ckpt_engine.errors import CheckpointError, ConfigError, CorruptionError, StorageError
-from ckpt_engine.storage.fs import write_atomic
+from ckpt_engine.integrations.megatron.places import place_of
+from ckpt_engine.storage.place import Place
 from ckpt_engine.train_state import TrainState
 
 log = logging.getLogger("ckpt_engine")
@@ -67,10 +68,14 @@ def snapshot(state: Any) -> bytes | None:
         return None
 
 
-def advance(directory: str, data: bytes) -> None:
-    """Points ``latest_train_state.pt`` next to an ``iter_*`` directory to it: before Megatron advances its own tracker."""
+def advance(directory: str, data: bytes, beside: Callable[[], Place]) -> None:
+    """Points ``latest_train_state.pt`` next to an ``iter_*`` directory to it: before Megatron advances its own tracker.
+
+    Args:
+        beside: the place that holds the directory.
+    """
     if parse_step(os.path.basename(directory)) is not None:
-        write_atomic(os.path.join(os.path.dirname(directory), _LATEST), data)
+        beside().put(_LATEST, data)
 
 
 # -- loading -------------------------------------------------------------------------------------------------------------
@@ -116,8 +121,7 @@ def read(directory: str, iteration: Any) -> TrainState | None:
     step = parse_step(os.path.basename(directory))
     committed = _committed(directory)
     try:
-        with open(path, "rb") as file:
-            data = file.read(_LARGEST)
+        data = place_of(directory).read(NAME, _LARGEST)
     except FileNotFoundError:
         if committed is not None:
             log.warning("%s was committed and is gone; the counters inside of the checkpoint are used", path)
@@ -173,8 +177,7 @@ def _committed(directory: str) -> FileEntry | None:
     """What the commit record says of the file, if it is ours: a flipped bit in a counter shows nowhere else."""
     path = os.path.join(directory, PART_DIRECTORY, COMMIT_NAME)
     try:
-        with open(path, "rb") as file:
-            return parse_commit(file.read(), path=path).files.get(NAME)
+        return parse_commit(place_of(directory).read(f"{PART_DIRECTORY}/{COMMIT_NAME}"), path=path).files.get(NAME)
     except FileNotFoundError:
         return None
     except (OSError, CheckpointError) as error:  # the weights are stock's to load, with or without a record

@@ -31,13 +31,13 @@ import importlib.util
 import inspect
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from ckpt_engine.errors import CheckpointError
 from ckpt_engine.integrations.megatron import finalizing, oldnames, progress, queues, requests
-from ckpt_engine.storage.fs import write_atomic
+from ckpt_engine.integrations.megatron.places import place_of
 
 log = logging.getLogger("ckpt_engine")
 
@@ -151,10 +151,6 @@ def _warmup(original: Any) -> Any:
 def _async_save(original: Any) -> Any:
     @functools.wraps(original)
     def async_save(self: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        if elsewhere(checkpoint_dir):
-            if "async_strategy" in inspect.signature(original).parameters and not _importable("nvidia_resiliency_ext"):
-                args, kwargs = (), {"async_strategy": "mcore"}
-            return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
         return requests.save_request(self, sharded_state_dict, checkpoint_dir)
 
     async_save.ours = True  # type: ignore[attr-defined]
@@ -164,18 +160,11 @@ def _async_save(original: Any) -> Any:
 def _strategy_save(original: Any) -> Any:
     @functools.wraps(original)
     def save(self: Any, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-        if elsewhere(checkpoint_dir):
-            return original(self, sharded_state_dict, checkpoint_dir)
         plan = getattr(self, "async_save", None) or functools.partial(requests.save_request, self)
         plan(sharded_state_dict, checkpoint_dir).execute_sync()
         return None
 
     return save
-
-
-def elsewhere(directory: Any) -> bool:
-    """Whether this goes to an object store, which stock's writers know how to do. Plain paths are ours, with or without MSC."""
-    return str(directory).startswith("msc:/")
 
 
 def _save(original: Any) -> Any:
@@ -188,7 +177,7 @@ def _save(original: Any) -> Any:
         requests.running = requests.Running(
             train_state=progress.snapshot(given.get("sharded_state_dict")),
             digests=bool(given.get("verify_integrity")),
-            ours=_is_ours(given.get("sharded_strategy")) and not elsewhere(given.get("checkpoint_dir")),
+            ours=_is_ours(given.get("sharded_strategy")),
             complete=bool(given.get("validate_access_integrity", True)),
             common=common if isinstance(common, tuple) else common and (common.backend, common.version),
         )
@@ -239,10 +228,9 @@ def _save_config(original: Any) -> Any:
     @functools.wraps(original)
     def save_config(config: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            with open(os.path.join(os.fspath(checkpoint_dir), "metadata.json"), "rb") as file:
-                if file.read() == json.dumps(dataclasses.asdict(config)).encode():
-                    return None  # the commit record vouches for it: truncating it now could leave neither
-        except (OSError, TypeError):
+            if place_of(checkpoint_dir).read("metadata.json") == json.dumps(dataclasses.asdict(config)).encode():
+                return None  # the commit record vouches for it: truncating it now could leave neither
+        except (OSError, TypeError, CheckpointError):
             pass
         return original(config, checkpoint_dir, *args, **kwargs)
 
@@ -252,11 +240,12 @@ def _save_config(original: Any) -> Any:
 def _save_integrity_manifest(original: Any) -> Any:
     @functools.wraps(original)
     def save_integrity_manifest(checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        sums = finalizing.digests_of(os.fspath(checkpoint_dir))
+        place = place_of(checkpoint_dir)
+        sums = finalizing.digests_of(place)
         if sums is None:
             return original(checkpoint_dir, *args, **kwargs)
         content = json.dumps({"algorithm": "sha256", "files": dict(sorted(sums.items()))}, indent=2).encode()
-        write_atomic(os.path.join(os.path.abspath(os.fspath(checkpoint_dir)), "integrity.json"), content)
+        place.put("integrity.json", content)
         return None
 
     return save_integrity_manifest

@@ -13,8 +13,8 @@ The counters are put in below ``load_checkpoint``, where all ranks have just loa
 them yet. So all its rules stay its own: ``--finetune`` and release checkpoints start at 0 (there ``train_state.pt`` isn't even
 read), ``--override-ckpt-iteration`` wins, the microbatch calculator hears of the samples.
 
-Nothing here makes an import fail: what isn't as expected stays stock's, with a warning. Not here: object storage, local
-checkpoints, and the ``torch`` format, which have no such files.
+Nothing here makes an import fail: what isn't as expected stays stock's, with a warning. Not here: local checkpoints and the
+``torch`` format, which have no such files.
 """
 
 from __future__ import annotations

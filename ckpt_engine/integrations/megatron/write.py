@@ -8,7 +8,8 @@
     write.done()               caller's thread, polls of a queue
     write.vote()               caller's thread, finalisation: this rank's part of the commit, or its error
 
-Files are written under temporary names; once all are durable, the finisher thread renames them. Promises: when ``preload``
+Files are written under temporary names; once all are durable, the finisher thread renames them (objects of a store, which appear
+whole or not at all, have their names from the start). Promises: when ``preload``
 returns nothing reads the sources any more; whatever goes wrong on this rank is raised by ``vote``, which takes it to all
 ranks; after a failure no file of this save is left on this rank. Whoever sends the callable to another process gets one that
 does nothing: the save stays here.
@@ -31,13 +32,14 @@ import torch
 from ckpt_engine.commit.coordinator import pack_error, unpack_error
 from ckpt_engine.commit.manifest import part_name
 from ckpt_engine.commit.names import PART_DIRECTORY
-from ckpt_engine.errors import CheckpointError, CommitTimeoutError
+from ckpt_engine.errors import CheckpointError, CommitTimeoutError, StorageError
 from ckpt_engine.integrations.megatron.layouts import FileLayout
 from ckpt_engine.integrations.megatron.planning import Opening
 from ckpt_engine.integrations.megatron.session import Core, Session
 from ckpt_engine.persisting import ShardSave
 from ckpt_engine.saving import Vote
-from ckpt_engine.storage.fs import fsync_dir, make_directory, write_atomic
+from ckpt_engine.spool import Pickled
+from ckpt_engine.storage.place import Place
 
 log = logging.getLogger("ckpt_engine")
 
@@ -62,14 +64,15 @@ class ThreadedWrite:
 
     def __init__(self, core: Core, session: Session, opening: Opening, target: Target) -> None:
         self.core, self.session, self.target = core, session, target
-        self.plan, self.directory, self.step = opening.plan, opening.directory, opening.step
+        self.plan, self.place, self.step = opening.plan, opening.place, opening.step
+        self.directory = opening.place.path
         self.number, self.save_id = opening.number, opening.save_id
         self.rank, self.world_size = session.rank, session.world_size
         self.train_state = opening.train_state
         self.settled = False
         self._pid = os.getpid()
         self._tensors: list[torch.Tensor] = opening.content.tensors
-        self._values: list[bytes] = opening.content.values
+        self._values: list[Pickled] = opening.content.values
         self._lock = threading.Lock()
         self._started = False
         self._done = threading.Event()
@@ -113,7 +116,8 @@ class ThreadedWrite:
         found = []
         for number, image in enumerate(layout.images):
             keys = [names[i] for i, place in enumerate(layout.places) if place == number]
-            data: list[Any] = [(key, io.BytesIO(value)) for key, value in zip(keys, values[number], strict=False)]
+            streams = [io.BytesIO(value) if isinstance(value, bytes) else value for value in values[number]]
+            data: list[Any] = list(zip(keys, streams, strict=False))
             tensors = (
                 [] if empty or not self._tensors else [(self.plan.chunks[i], self._tensors[i]) for i in image.items]
             )
@@ -147,8 +151,9 @@ class ThreadedWrite:
                 layout.images,
                 layout.static,
                 layout.by_file(self._values),
-                lambda name: self._temporary(self.directory, name),
+                self.place,
                 workers.pool,
+                name_of=self._written_as,
                 step=self.step,
                 rank=self.rank,
                 directory=self.directory,
@@ -237,14 +242,8 @@ class ThreadedWrite:
 
     def remove(self) -> None:
         """Removes what this save has written on this rank; it has failed, here or elsewhere."""
-        for name in self._names:
-            _remove(os.path.join(self.directory, name))
-        _remove(self.temporary_part)
-
-    @property
-    def temporary_part(self) -> str:
-        """Where this rank's part manifest lies until the commit gives it its name."""
-        return temporary_part(self.directory, self.rank, self.save_id)
+        for name in (*self._names, temporary_part(self.rank, self.save_id)):
+            _remove(self.place, name)
 
     # -- finisher thread --------------------------------------------------------------------------------------------
 
@@ -259,21 +258,24 @@ class ThreadedWrite:
         except BaseException as error:
             self.remove()
             for image in layout.images:
-                _remove(self._temporary(self.directory, image.name))
+                _remove(self.place, self._written_as(image.name))
             self._fail(error, "write")
         shards.release()
 
     def _publish(self, shards: ShardSave, layout: FileLayout) -> Vote:
         """Gives the files their names and writes the part manifest; all durable when it returns."""
+        place = self.place
         for image in layout.images:
-            os.rename(self._temporary(self.directory, image.name), os.path.join(self.directory, image.name))
+            written = self._written_as(image.name)
+            if written != image.name:
+                place.rename(written, image.name)
             self._names.append(image.name)
-        _clear_leftovers(self.directory, {image.name for image in layout.images})
-        fsync_dir(self.directory)
+        _clear_leftovers(place, {image.name for image in layout.images})
+        place.sync()
         names = self.plan.value_names
         content = shards.part(self.save_id, self.world_size, [names[i] for i in layout.value_order])
-        make_directory(os.path.join(self.directory, PART_DIRECTORY))
-        write_atomic(self.temporary_part, content)
+        place.make(PART_DIRECTORY)
+        place.put(temporary_part(self.rank, self.save_id), content)
         placed = dict(zip(layout.value_order, shards.placed, strict=True))
         return Vote(
             part=(part_name(self.rank), len(content), hashlib.sha256(content).hexdigest()),
@@ -283,8 +285,8 @@ class ThreadedWrite:
             digests=shards.digests(),
         )
 
-    def _temporary(self, folder: str, name: str) -> str:
-        return os.path.join(folder, f".{name}{_TEMPORARY}{self.save_id}")
+    def _written_as(self, name: str) -> str:
+        return f".{name}{_TEMPORARY}{self.save_id}" if self.place.renames else name
 
     def _fail(self, error: BaseException, phase: str) -> None:
         with self._lock:
@@ -302,9 +304,9 @@ def _nothing_to_do(*_: Any, **__: Any) -> None:
     """What a :class:`ThreadedWrite` becomes in another process."""
 
 
-def temporary_part(directory: str, rank: int, save_id: str) -> str:
+def temporary_part(rank: int, save_id: str) -> str:
     """Where the part manifest of a rank lies until the commit."""
-    return os.path.join(directory, PART_DIRECTORY, f".{part_name(rank)}{_TEMPORARY}{save_id}")
+    return f"{PART_DIRECTORY}/.{part_name(rank)}{_TEMPORARY}{save_id}"
 
 
 def write_of(function: Any) -> ThreadedWrite | None:
@@ -314,24 +316,22 @@ def write_of(function: Any) -> ThreadedWrite | None:
     return function if isinstance(function, ThreadedWrite) else None
 
 
-def _clear_leftovers(directory: str, names: set[str]) -> None:
+def _clear_leftovers(place: Place, names: set[str]) -> None:
     """Removes what killed runs have left of these files: an iteration that is saved again after a crash has the same names."""
+    if not place.renames:
+        return  # there is nothing under temporary names
     in_flight = {write.save_id for write in list(unfinished)}
-    with os.scandir(directory) as entries:
-        found = [entry.name for entry in entries]
-    for name in found:
+    for name in place.names():
         final, mark, save_id = name.removeprefix(".").partition(_TEMPORARY)
         if mark and name.startswith(".") and final in names and save_id not in in_flight:
-            _remove(os.path.join(directory, name))
+            _remove(place, name)
 
 
-def _remove(path: str) -> None:
+def _remove(place: Place, name: str) -> None:
     try:
-        os.unlink(path)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        log.warning("%s can't be removed: %s", path, error)
+        place.remove(name)
+    except (OSError, StorageError) as error:
+        log.warning("%s of %s can't be removed: %s", name, place.path, error)
 
 
 #: Saves that nobody has finalised yet.
