@@ -21,6 +21,7 @@ from ckpt_engine.errors import (
     StepExistsError,
     StorageError,
 )
+from ckpt_engine.preflight import SavePlanReport
 from ckpt_engine.restore.verify import VerifyReport
 from ckpt_engine.results import CheckpointInfo, Restored, RestoreReport, SaveHandle, SaveStats
 from ckpt_engine.state import PerRank, RngState
@@ -45,6 +46,7 @@ __all__ = [
     "Restored",
     "RngState",
     "SaveHandle",
+    "SavePlanReport",
     "SaveStats",
     "StateError",
     "StepExistsError",

@@ -57,24 +57,36 @@ class Unheard:
 
 @dataclasses.dataclass
 class Agreed:
-    """A save that may start.
+    """A save that may start: from here on the other ranks wait for this rank's vote.
 
     Attributes:
         seq: the number of the save that the ranks met in.
         save_id: random, the same on all ranks.
         directory: where to write.
-        plan: what this rank writes; ``reused`` tells whether it is the one of the save before.
-        tensors: local tensors, parallel to the plan's; ``blobs``: pickled values by key; ``train_state``: bytes.
+        flat: the state; ``blobs``: its pickled values by key; ``train_state``: bytes.
+        new_plan: what was decided about a new structure; ``None`` if the plan of the save before is used again.
     """
 
     seq: int
     save_id: str
     directory: str
-    plan: RankPlan
-    reused: bool
-    tensors: list[torch.Tensor]
+    flat: FlatState
     blobs: dict[str, Pickled]
     train_state: bytes | None
+    new_plan: bytes | None
+
+    @property
+    def reused(self) -> bool:
+        """Whether the plan is the one of the save before."""
+        return self.new_plan is None
+
+
+@dataclasses.dataclass
+class Adopted:
+    """What this rank writes: ``tensors``, local, are parallel to the plan's."""
+
+    plan: RankPlan
+    tensors: list[torch.Tensor]
 
 
 class SaveAgreement:
@@ -159,21 +171,30 @@ class SaveAgreement:
         if isinstance(verdict, Unheard):
             return verdict
         save_id, path = verdict
-        reused = path is not None
-        if not reused:
+        plan_verdict: bytes | None = None
+        if path is None:
 
             def judge_plans(payloads: list[bytes]) -> bytes:
-                plan_verdict, digest = self._planner.judge_plan(opened(payloads))
-                return pickle.dumps((self._prepare(step, save_id, digest, in_flight), plan_verdict))
+                made, digest = self._planner.judge_plan(opened(payloads))
+                return pickle.dumps((self._prepare(step, save_id, digest, in_flight), made))
 
             path, plan_verdict = self._round(
                 f"plan/{seq}", lambda: self._planner.local_plan(flat, blobs), judge_plans, step
             )
-            self._planner.adopt(plan_verdict, flat)
+        return Agreed(seq, save_id, path, flat, blobs, frozen, plan_verdict)
+
+    def adopt(self, agreed: Agreed) -> Adopted:
+        """This rank's part of the plan. What it raises is this rank's alone: the caller has to vote against the save.
+
+        Raises:
+            StateError: a tensor isn't what it said it was.
+        """
+        if agreed.new_plan is not None:
+            self._planner.adopt(agreed.new_plan, agreed.flat)
         plan = self._planner.plan
         if plan is None:
             raise RuntimeError("the ranks agreed on a plan that this rank doesn't have")
-        return Agreed(seq, save_id, path, plan, reused, resolve(plan.tensors, flat), blobs, frozen)
+        return Adopted(plan, resolve(plan.tensors, agreed.flat))
 
     def _round(self, tag: str, work: Callable[[], bytes], judge: Callable[[list[bytes]], bytes], step: int) -> Any:
         payload, original = attempt(work, rank=self._rank, step=step, phase="plan")

@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckpt_engine.agreeing import Agreed, SaveAgreement, Unheard, attempt, opened, warn_if_short
+from ckpt_engine.agreeing import Adopted, Agreed, SaveAgreement, Unheard, attempt, opened, warn_if_short
 from ckpt_engine.background import Background, Callback
 from ckpt_engine.commit.coordinator import Coordinator
 from ckpt_engine.commit.directory import CheckpointDirectory
@@ -35,6 +35,7 @@ from ckpt_engine.config import EngineConfig
 from ckpt_engine.errors import CheckpointError, CommitTimeoutError, EngineClosedError, NotCommittedError
 from ckpt_engine.layout.records import TemplateCache
 from ckpt_engine.planning import Planner
+from ckpt_engine.preflight import Preflight, SavePlanReport
 from ckpt_engine.restore.verify import VerifyReport, verify_checkpoint
 from ckpt_engine.restoring import Restorer
 from ckpt_engine.results import CheckpointInfo, MemoryReport, Restored, SaveHandle, SaveStats
@@ -78,9 +79,9 @@ class CheckpointEngine:
         self._coordinator = Coordinator.for_group(process_group, timeout=self.config.commit_timeout)
         self.rank, self.world_size = self._coordinator.rank, self._coordinator.world_size
         self._workers, self._background = self._open_together()
-        self._agreement = SaveAgreement(
-            self._coordinator, self._directory, Planner(self.rank, self.config.verify_replicas)
-        )
+        planner = Planner(self.rank, self.config.verify_replicas)
+        self._agreement = SaveAgreement(self._coordinator, self._directory, planner)
+        self._preflight = Preflight(self._coordinator, self._directory, planner, self._workers)
         self._restorer = Restorer(self._coordinator, self._directory, self.config, threads=self._workers.copy_threads)
         self._templates = TemplateCache()
         self._layout: RankLayout | None = None
@@ -140,9 +141,11 @@ class CheckpointEngine:
             handle = SaveHandle(step, patience=self.config.commit_timeout)
             self._background.enter(agreed.seq, handle)
             job: SaveJob | None = None
+            adopted: Adopted | None = None
             failure: BaseException | None = None
             try:
-                job = self._make_job(agreed, handle, started)
+                adopted = self._agreement.adopt(agreed)
+                job = self._make_job(agreed, adopted, handle, started)
                 # Submitted before staging, which needs the extents that writers free; and when the interpreter exits in
                 # the middle of it, what has been submitted still runs to its end.
                 self._workers.write(job.queue)
@@ -151,19 +154,25 @@ class CheckpointEngine:
                 if job is not None:
                     job.queue.fail(error)
             self._background.submit(agreed.seq, handle, agreed.directory, job, failure)
-            if job is not None:
-                failure = self._stage(job, agreed, started) or failure
+            if job is not None and adopted is not None:
+                failure = self._stage(job, adopted, agreed.reused, started) or failure
+            if failure is not None and job is None and self.world_size == 1:
+                with contextlib.suppress(CheckpointError):
+                    handle.result(self._patience())  # told here, and nothing is left of it
+                raise failure
             if failure is not None and not isinstance(failure, Exception):
                 raise failure  # an interrupt is the trainer's own; all else the handle tells, on every rank
             return handle
 
-    def _make_job(self, agreed: Agreed, handle: SaveHandle, started: float) -> SaveJob:
-        if self._layout is None or self._layout.plan_id != agreed.plan.plan_id:
+    def _make_job(self, agreed: Agreed, adopted: Adopted, handle: SaveHandle, started: float) -> SaveJob:
+        plan = adopted.plan
+        if self._layout is None or self._layout.plan_id != plan.plan_id:
             writers = self._workers.geometry.writers
-            self._templates.keep_only({(spec.shape, spec.dtype) for spec in agreed.plan.specs})
-            self._layout = RankLayout(agreed.plan, self.rank, writers, self._templates, checksum=self.config.checksum)
+            self._templates.keep_only({(spec.shape, spec.dtype) for spec in plan.specs})
+            self._layout = RankLayout(plan, self.rank, writers, self._templates, checksum=self.config.checksum)
         job = SaveJob(
             agreed,
+            plan,
             self._layout,
             handle,
             self._workers.pool,
@@ -177,12 +186,12 @@ class CheckpointEngine:
         warn_if_short(free_bytes(job.directory), job.size, job.step, job.directory)
         return job
 
-    def _stage(self, job: SaveJob, agreed: Agreed, started: float) -> BaseException | None:
+    def _stage(self, job: SaveJob, adopted: Adopted, reused: bool, started: float) -> BaseException | None:
         """Copies the tensors; what fails fails the save, and is returned."""
         failure: BaseException | None = None
         planned = time.perf_counter()
         try:
-            job.stage(agreed.tensors, self._workers.copiers)
+            job.stage(adopted.tensors, self._workers.copiers)
         except BaseException as error:
             job.queue.fail(error)
             failure = error
@@ -196,12 +205,27 @@ class CheckpointEngine:
                 budget_bytes=self._workers.pool.stats().budget,
                 extent_bytes=self._workers.geometry.extent_bytes,
                 writers=self._workers.geometry.writers,
-                reused_plan=agreed.reused,
+                reused_plan=reused,
             )
             job.staged.set()
         if failure is None:
             log.info("step %d staged: %d bytes on rank %d in %.3f s", job.step, job.size, self.rank, now - started)
         return failure
+
+    def plan(self, state: Mapping[str, Any], *, probe: bool = True) -> SavePlanReport:
+        """What a save of ``state`` will take: files, memory, disk and time; ``str()`` of it is a table. Collective.
+
+        Writes nothing that stays, and changes nothing that a later save depends on.
+
+        Args:
+            state: as for :meth:`save`.
+            probe: measure, for about a second, how fast memory and storage are; otherwise no times are told.
+
+        Raises:
+            StateError: the state can't be saved, or the ranks disagree about it: as :meth:`save` would.
+        """
+        with self._alone("plan"):
+            return self._preflight.plan(state, probe=probe)
 
     def on_committed(self, callback: Callback) -> None:
         """Has ``callback(info)`` called on the committer thread for each save that commits from now on, in save order.

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from ckpt_engine.coverage import Chunk, coverage_problems
 from ckpt_engine.errors import StateError
 from ckpt_engine.layout.image import TensorSpec
 from ckpt_engine.spool import Pickled
@@ -44,6 +45,9 @@ from ckpt_engine.values import value_digest
 DCP_VERSION = "1.0.0"
 
 _BYTES = WriteItemType.BYTE_IO
+
+#: Problems that an error lists; more of them have the same cause.
+_SHOWN = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,6 +193,7 @@ class Planner:
         except Exception as error:
             raise _unplannable(flat.values, self._rank, error) from error
         self._local = _LocalItems.of(plan, flat)
+        _check_shapes(self._local, flat)
         items = (plan, flat.paths, flat.empties, sorted(flat.int_keys), self._digests(flat, blobs))
         if self._rank == 0:
             self._own = items
@@ -227,7 +232,11 @@ class Planner:
                 flatten_state_dict=False, flatten_sharded_tensors=False
             ).create_global_plan(plans)
         except (ValueError, AssertionError, RuntimeError, TypeError, KeyError) as error:
-            raise StateError(f"the ranks' shards don't form whole tensors: {error}", phase="plan") from error
+            problems = _coverage(plans) or [str(error)]
+            more = f"\n... and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+            raise StateError(
+                "the ranks' shards don't form whole tensors:\n" + "\n".join(problems[:_SHOWN]) + more, phase="plan"
+            ) from error
         metadata = dataclasses.replace(metadata, planner_data=paths)
         self._global = (metadata, [_split(plan) for plan in final], tuple(sorted(int_keys)), tuple(empties.values()))
         kept = []
@@ -327,6 +336,27 @@ def resolve(outgoing: Outgoing, flat: FlatState) -> list[torch.Tensor]:
             raise StateError(f"{key!r} is a {type(value).__name__}, expected a tensor", key=key, phase="plan")
         found[number] = value.detach()
     return found
+
+
+def _check_shapes(local: _LocalItems, flat: FlatState) -> None:
+    """A shard that isn't as large as its placement says, found while that still is an error of the call, on every rank."""
+    numbers = [n for n, key in enumerate(local.outgoing.keys) if isinstance(flat.values.get(key), DTensor)]
+    outgoing = local.outgoing.pick(numbers)
+    _specs(outgoing.keys, [local.sizes[n] for n in numbers], resolve(outgoing, flat))
+
+
+def _coverage(plans: Sequence[SavePlan]) -> list[str]:
+    """What is wrong with the shards of all ranks, a line for each key."""
+    held: dict[str, list[tuple[Chunk, int]]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            data = item.tensor_data
+            if data is not None:
+                box = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+                chunk = Chunk(item.index.fqn, *box, tuple(data.size), data.properties.dtype)
+                if all(chunk != known for known, _ in held.setdefault(item.index.fqn, [])):  # replicas are dropped
+                    held[item.index.fqn].append((chunk, rank))
+    return [problem for key, chunks in held.items() for problem in coverage_problems(key, chunks)]
 
 
 def _specs(

@@ -111,6 +111,7 @@ class SaveJob:
     def __init__(
         self,
         agreed: Agreed,
+        plan: RankPlan,
         layout: RankLayout,
         handle: SaveHandle,
         pool: ExtentPool,
@@ -123,7 +124,7 @@ class SaveJob:
     ) -> None:
         self.step, self.rank, self.world_size = handle.step, rank, world_size
         self.save_id, self.directory = agreed.save_id, agreed.directory
-        self.plan, self.layout = agreed.plan, layout
+        self.plan, self.layout = plan, layout
         self.train_state = agreed.train_state
         self.handle = handle
         self.config = config

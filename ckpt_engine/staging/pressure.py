@@ -11,9 +11,9 @@
 What it holds: :class:`PressureGauge`, the last decision, and the ceiling that follows from it.
 
 What it promises: the ceiling is never above what the guard grants, hence never above what the user has set, nor so high
-that the tightest limit is left with less than :data:`NEAR_EXTENTS` extents (the floor excepted); more room never means a
-lower ceiling; asking costs nothing while the last look is fresh, and looking takes at most :data:`LOOK_SHARE` of the time
-of one thread. No thread of its own: the pool asks whenever an extent changes hands.
+that the tightest limit is left with less than :data:`NEAR_EXTENTS` extents or :data:`NEAR_BYTES` (the floor excepted); more
+room never means a lower ceiling; asking costs nothing while the last look is fresh, and looking takes at most
+:data:`LOOK_SHARE` of one processor. No thread of its own: the pool asks whenever an extent changes hands.
 
 What it does not do: it maps and unmaps nothing (:mod:`ckpt_engine.staging.pool` does), and between two calls it sees nothing.
 """
@@ -39,10 +39,14 @@ State = Literal["shrink", "hold", "grow"]
 #: Extents that stay free under the tightest limit: another process can take as much between two looks.
 NEAR_EXTENTS = 2
 
+#: ... and bytes, unless they are more than this part of what is left: file pages that are being read count as cache, but can't be
+#: dropped before they are there, and one reader's read-ahead is 8 MiB on many disks.
+NEAR_BYTES, NEAR_SHARE = 16 * MIB, 1 / 4
+
 #: Seconds between two looks, at least; half of it after one that found pressure ...
 LOOK_SECONDS = 0.1
 
-#: ... and so long that looking (about a millisecond of reading small files) takes no more than this part of a thread's time.
+#: ... and so long that looking (about a millisecond of reading small files) takes no more than this part of a processor's time.
 LOOK_SHARE = 0.02
 
 #: Seconds without pressure before the ceiling rises: a neighbour that breathes must not make the pool map and unmap all the time.
@@ -90,6 +94,7 @@ class PressureGauge:
         stacks: address space that threads take that are yet to be started.
         proc, cgroup_root, environ: see :func:`ckpt_engine.staging.guard.weigh_budget`.
         clock: the monotonic one.
+        cpu_clock: CPU time of the calling thread; what ``clock`` tells where that isn't the system's.
     """
 
     def __init__(
@@ -102,11 +107,13 @@ class PressureGauge:
         cgroup_root: str = "/sys/fs/cgroup",
         environ: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] | None = None,
     ) -> None:
         self.requested = requested
         self.local_ranks = max(local_ranks, 1)
         self.stacks = stacks
         self._proc, self._cgroup_root, self._environ, self._clock = proc, cgroup_root, environ, clock
+        self._cpu_clock = cpu_clock or (time.thread_time if clock is time.monotonic else clock)
         self._lock = threading.Lock()
         self._stalls = [_Stalls(name, path) for name, path in pressure_files(proc, cgroup_root).items()]
         self._next_look = 0.0
@@ -147,11 +154,13 @@ class PressureGauge:
             floor: bytes that the pool may hold whatever happens.
         """
         with self._lock:
-            begin = self._clock()
+            begin, spent = self._clock(), self._cpu_clock()
             decision = self.weigh(mapped=mapped, resident=resident)
             allowed, reason = decision.granted, decision.ruled_by
-            if decision.share is not None and decision.share - NEAR_EXTENTS * extent_bytes < allowed:
-                allowed, reason = decision.share - NEAR_EXTENTS * extent_bytes, decision.limits[0].name
+            if decision.share is not None:
+                near = max(NEAR_EXTENTS * extent_bytes, int(min(NEAR_BYTES, decision.share * NEAR_SHARE)))
+                if decision.share - near < allowed:
+                    allowed, reason = decision.share - near, decision.limits[0].name
             allowed = max(allowed, floor)
             stalled = self._stalled(decision, begin)
             if stalled is not None:
@@ -172,7 +181,9 @@ class PressureGauge:
             self.last = Reading(state, ceiling, reason, decision)
             end = self._clock()
             pause = LOOK_SECONDS / 2 if state == "shrink" else LOOK_SECONDS
-            self._next_look = end + max(pause, (end - begin) / LOOK_SHARE)
+            # CPU time: on a busy machine a look of 0.3 ms waits 20 ms for the GIL, and the next one would be a second away,
+            # while a neighbour grows.
+            self._next_look = end + max(pause, (self._cpu_clock() - spent) / LOOK_SHARE)
             self._tell(self.last, end)
             return ceiling
 

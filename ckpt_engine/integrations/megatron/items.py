@@ -15,36 +15,15 @@ import dataclasses
 import io
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from ckpt_engine.coverage import Chunk
 from ckpt_engine.errors import StateError
 from ckpt_engine.spool import Pickled
 from ckpt_engine.state import storage_problem
 from ckpt_engine.values import pickle_value
-
-
-class Chunk(NamedTuple):
-    """A box of a global tensor that one rank holds.
-
-    Attributes:
-        key: name of the global tensor.
-        offset, sizes: the box.
-        size: shape of the global tensor.
-    """
-
-    key: str
-    offset: tuple[int, ...]
-    sizes: tuple[int, ...]
-    size: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def dcp_index(self) -> MetadataIndex:
-        """DCP's key of it."""
-        return MetadataIndex(self.key, torch.Size(self.offset))
 
 
 @dataclasses.dataclass(eq=False)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from ckpt_engine.commit.manifest import PartStatic
 from ckpt_engine.committing import MetadataComposer
-from ckpt_engine.integrations.megatron.items import Chunk
+from ckpt_engine.coverage import Chunk
 from ckpt_engine.layout.image import FileImage, TensorSpec, plan_files
 from ckpt_engine.layout.records import TemplateCache
 from ckpt_engine.persisting import describe_tensors

@@ -34,9 +34,9 @@ from torch.distributed.checkpoint.metadata import (
 from ckpt_engine.agreeing import attempt, opened
 from ckpt_engine.commit.manifest import COMMIT_NAME
 from ckpt_engine.commit.names import PART_DIRECTORY
+from ckpt_engine.coverage import Chunk, coverage_problems
 from ckpt_engine.errors import CheckpointError, ConfigError, StateError
-from ckpt_engine.integrations.megatron.coverage import coverage_problems
-from ckpt_engine.integrations.megatron.items import Chunk, Content
+from ckpt_engine.integrations.megatron.items import Content
 from ckpt_engine.integrations.megatron.layouts import FileLayout, Wanted, lay_out
 from ckpt_engine.integrations.megatron.places import place_of
 from ckpt_engine.integrations.megatron.session import Core, Session, step_of

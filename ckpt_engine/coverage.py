@@ -4,11 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from ckpt_engine.integrations.megatron.items import Chunk
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 #: Boxes of one tensor that are compared pairwise at most; regular grids, the usual case, need none of that.
 _PAIRWISE = 4096
+
+
+class Chunk(NamedTuple):
+    """A box of a global tensor that one rank holds.
+
+    Attributes:
+        key: name of the global tensor.
+        offset, sizes: the box.
+        size: shape of the global tensor.
+    """
+
+    key: str
+    offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def dcp_index(self) -> MetadataIndex:
+        """DCP's key of it."""
+        return MetadataIndex(self.key, torch.Size(self.offset))
 
 
 def coverage_problems(key: str, held: Sequence[tuple[Chunk, int]]) -> Iterator[str]:
