@@ -4,12 +4,13 @@
 #   make test-megatron   the Megatron tests on every version that they know, not just two
 #   make demo    train, kill the trainer in the middle of a save, resume, compare every loss
 #   make bench   how long saves take here
+#   make bench-megatron   stock megatron-core saves against the same saves with the engine
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup test test-megatron lint demo bench clean
+.PHONY: setup test test-megatron lint demo bench bench-megatron clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -46,6 +47,9 @@ demo: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks.save
+
+bench-megatron: setup
+	$(BIN)/python -m benchmarks.megatron
 
 clean:
 	rm -rf $(VENV) build dist demo-run *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
