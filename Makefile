@@ -4,13 +4,14 @@
 #   make test-megatron   the Megatron tests on every version that they know, not just two
 #   make demo    train, kill the trainer in the middle of a save, resume, compare every loss
 #   make bench   how long saves take here
+#   make soak    hundreds of saves under memory limits, next to a neighbour, and the same limits for other ways to save
 #   make bench-megatron   stock megatron-core saves against the same saves with the engine
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup test test-megatron lint demo bench bench-megatron clean
+.PHONY: setup test test-megatron lint demo bench bench-megatron soak clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -50,6 +51,9 @@ bench: setup
 
 bench-megatron: setup
 	$(BIN)/python -m benchmarks.megatron
+
+soak: setup
+	$(BIN)/python -m tests.soak --out build/soak
 
 clean:
 	rm -rf $(VENV) build dist demo-run *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

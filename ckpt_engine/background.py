@@ -52,6 +52,7 @@ class Background:
         self._thread = Crew(1, "ckpt-commit")
         self._thread.start(1)
         self._ident: int | None = None
+        self._finished = 0  # number of the last save that got its verdict
         self._in_flight: collections.deque[tuple[int, SaveHandle]] = collections.deque()
         self._failed: collections.deque[tuple[int, SaveHandle]] = collections.deque()
         self._committed: collections.deque[CheckpointInfo] = collections.deque(maxlen=_REMEMBERED)
@@ -66,14 +67,17 @@ class Background:
         self, seq: int, handle: SaveHandle, directory: str, job: SaveJob | None, error: BaseException | None
     ) -> None:
         """Has the save voted for: with its outcome, or with ``error`` if it could not even be begun on this rank."""
+        if (seq, handle) not in self._in_flight:
+            self.enter(seq, handle)  # an interrupt came before that
         try:
             self._thread.submit(self._finish_here, seq, handle, directory, job, error)
-        except (
-            RuntimeError
-        ) as refused:  # no thread to be had, or the interpreter is shutting down: the others still wait for a vote
+        except BaseException as refused:
             if job is not None:
                 job.queue.fail(refused)
                 job.staged.set()
+            if not isinstance(refused, Exception):
+                raise  # queued or not: whoever interrupted this submits it again, and the second time does nothing
+            # No thread to be had, or the interpreter is shutting down: the others still wait for a vote.
             self._finish(seq, handle, directory, job, error or refused)
 
     # -- on the committer thread ------------------------------------------------------------------------------------
@@ -85,6 +89,12 @@ class Background:
     def _finish(
         self, seq: int, handle: SaveHandle, directory: str, job: SaveJob | None, error: BaseException | None
     ) -> None:
+        if seq <= self._finished:
+            with contextlib.suppress(ValueError):
+                self._in_flight.remove((seq, handle))
+            return  # submitted twice
+        self._finished = seq
+
         def vote() -> bytes:
             if job is None:
                 raise error if error is not None else RuntimeError("a save without job and without error")
@@ -206,6 +216,7 @@ class Background:
     def close(self) -> None:
         """Ends the thread; call :meth:`drain` before."""
         self._thread.shutdown(wait=True)
+        self._ident = None  # a later thread may get the same one
         self._coordinator.close()
 
 

@@ -139,23 +139,34 @@ class CheckpointEngine:
             if isinstance(agreed, Unheard):
                 raise self._background.hear(agreed)
             handle = SaveHandle(step, patience=self.config.commit_timeout)
-            self._background.enter(agreed.seq, handle)
             job: SaveJob | None = None
             adopted: Adopted | None = None
             failure: BaseException | None = None
+            voted = False
             try:
-                adopted = self._agreement.adopt(agreed)
-                job = self._make_job(agreed, adopted, handle, started)
-                # Submitted before staging, which needs the extents that writers free; and when the interpreter exits in
-                # the middle of it, what has been submitted still runs to its end.
-                self._workers.write(job.queue)
-            except BaseException as error:
-                failure = error
+                self._background.enter(agreed.seq, handle)
+                try:
+                    adopted = self._agreement.adopt(agreed)
+                    job = self._make_job(agreed, adopted, handle, started)
+                    # Submitted before staging, which needs the extents that writers free; and when the interpreter exits
+                    # in the middle of it, what has been submitted still runs to its end.
+                    self._workers.write(job.queue)
+                except BaseException as error:
+                    failure = error
+                    if job is not None:
+                        job.queue.fail(error)
+                self._background.submit(agreed.seq, handle, agreed.directory, job, failure)
+                voted = True
+                if job is not None and adopted is not None:
+                    failure = self._stage(job, adopted, agreed.reused, started) or failure
+            except BaseException as interrupt:
+                # Between any two of these steps. The others wait for a vote, and the writers for extents that won't come.
                 if job is not None:
-                    job.queue.fail(error)
-            self._background.submit(agreed.seq, handle, agreed.directory, job, failure)
-            if job is not None and adopted is not None:
-                failure = self._stage(job, adopted, agreed.reused, started) or failure
+                    job.queue.fail(interrupt)
+                    job.staged.set()
+                if not voted:
+                    self._background.submit(agreed.seq, handle, agreed.directory, job, interrupt)
+                raise
             if failure is not None and job is None and self.world_size == 1:
                 with contextlib.suppress(CheckpointError):
                     handle.result(self._patience())  # told here, and nothing is left of it
@@ -243,6 +254,8 @@ class CheckpointEngine:
         Raises:
             CheckpointError: a background save failed; raised once.
         """
+        # A failure that a callback gets would be told to nobody else.
+        self._refuse_waiting_for_itself("poll")
         self._workers.pool.look()
         return self._background.poll()
 
@@ -267,6 +280,8 @@ class CheckpointEngine:
             CommitTimeoutError: saves are still on their way; the engine stays open, and may be closed again.
             CheckpointError: a background save failed and nobody has been told yet.
         """
+        if self._pid != os.getpid():
+            return  # a forked child: the saves, the threads and the directory are its parent's
         end = time.monotonic() + (self._patience() if timeout is None else timeout)
         with self._alone("close", end - time.monotonic()):
             if self._closed:
@@ -279,7 +294,7 @@ class CheckpointEngine:
             self._directory.unlock()
             self._coordinator.close()
             self._layout = None
-        self.poll()
+        self._background.poll()
         if stuck:
             raise CommitTimeoutError(
                 "writer threads are stuck in the storage; their memory and descriptors come back when it answers",
@@ -323,6 +338,7 @@ class CheckpointEngine:
         with self._alone("restore"):
             for handle in self._background.waiting():
                 handle._wait(None)
+            self._workers.pool.trim()  # idle now, and nobody looks at the limits until the next save
             return self._restorer.restore(state, step, strict=strict, path=path)
 
     def steps(self) -> list[int]:
@@ -419,6 +435,12 @@ class CheckpointEngine:
             self._lock.release()
 
     def _refuse_waiting_for_itself(self, call: str) -> None:
+        if self._pid != os.getpid():
+            raise CheckpointError(
+                f"{call}() was called in a forked child; the engine belongs to the process that made it",
+                phase="config",
+                hint="make an engine in the child if it has to save on its own",
+            )
         if self._background.inside():
             raise CheckpointError(
                 f"{call}() was called by a callback, on the thread that has to commit the saves that it would wait for",
@@ -431,8 +453,6 @@ class CheckpointEngine:
 
     def _at_exit(self) -> None:
         """The threads have been joined by now, hence every save has its verdict; what nobody heard is said at last."""
-        if self._pid != os.getpid():
-            return  # a forked child: the saves, the threads and the directory are its parent's
         try:
             self.close(timeout=self.config.commit_timeout)
         except CommitTimeoutError as error:

@@ -106,6 +106,8 @@ class ShardSave:
         config: EngineConfig,
         digests: bool = False,
     ) -> None:
+        if extent_bytes != pool.extent_bytes:
+            raise RuntimeError(f"extents of {extent_bytes} bytes for a pool that has {pool.extent_bytes}")
         self._images, self._static = images, static
         self._pool, self._extent_bytes, self._config = pool, extent_bytes, config
         self._step, self._rank, self._directory = step, rank, directory

@@ -87,7 +87,7 @@ def pickle_value(key: str, value: Any, directory: str | None = None) -> Pickled:
     finally:
         spool.close()
     if token is not None and isinstance(data, bytes) and len(data) < 4096:
-        if len(_PICKLED) >= 4096:
+        if len(_PICKLED) >= 512:
             _PICKLED.clear()
         _PICKLED[token] = data
     return data

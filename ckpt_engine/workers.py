@@ -49,8 +49,7 @@ class Workers:
         gauge: instead of one made from the two.
 
     Attributes:
-        copiers, writers: see above.
-        pool, geometry: of the next save; :meth:`fit` may replace both. A save keeps the pool that it began with.
+        copiers, writers: see above. :meth:`fit` may replace pool and geometry; a save keeps those that it began with.
 
     Raises:
         MemoryBudgetError: the staging budget is below what the engine can work with, or no thread can be started.
@@ -73,8 +72,9 @@ class Workers:
         decision.check()
         decision.warn_if_cut()
         log.info("%s", decision.explain())
-        self.geometry = choose_geometry(decision.granted, config.extent_bytes, config.writers)
-        self.pool = self._make_pool(decision.granted)
+        geometry = choose_geometry(decision.granted, config.extent_bytes, config.writers)
+        # One object, replaced in one step: an interrupt between two would leave extents of one size with a pool of another.
+        self._cut = geometry, self._make_pool(geometry, decision.granted)
         try:
             # With little address space it is held while the threads start: glibc takes 64 MiB of it for the malloc of each
             # thread if it can get them, and does without if it can't.
@@ -88,6 +88,16 @@ class Workers:
             self.close()
             raise
         self.gauge.stacks = _OTHER_THREADS * stack_bytes()
+
+    @property
+    def geometry(self) -> Geometry:
+        """How the budget is cut up for the next save."""
+        return self._cut[0]
+
+    @property
+    def pool(self) -> ExtentPool:
+        """The extents of the next save."""
+        return self._cut[1]
 
     def _affordable_threads(self) -> tuple[int, int]:
         copiers, writers = self.config.copy_threads or min(4, os.cpu_count() or 1), self.config.writers
@@ -104,8 +114,8 @@ class Workers:
         self.copiers.start(self.copy_threads)
         self.writers.start(self._writer_threads)
 
-    def _make_pool(self, budget: int) -> ExtentPool:
-        size = self.geometry.extent_bytes
+    def _make_pool(self, geometry: Geometry, budget: int) -> ExtentPool:
+        size = geometry.extent_bytes
         if self.config.populate:
             try:
                 return ExtentPool(size, budget, populate=True, gauge=self.gauge)
@@ -166,10 +176,11 @@ class Workers:
             self._replace(smaller, budget, "the system, which refuses more")
 
     def _replace(self, geometry: Geometry, budget: int, reason: str) -> None:
-        old, self.geometry = self.geometry, geometry
-        self._peak = max(self._peak, self.pool.stats().peak_in_use)
-        self.pool.close()
-        self.pool = self._make_pool(max(budget, geometry.extent_bytes))
+        old, pool = self._cut
+        self._peak = max(self._peak, pool.stats().peak_in_use)
+        pool.trim()
+        self._cut = geometry, self._make_pool(geometry, max(budget, geometry.extent_bytes))
+        pool.close()
         log.info(
             "staging in extents of %d bytes with %d writers from now on, so far %d bytes with %d; ruled by %s",
             *(geometry.extent_bytes, geometry.writers, old.extent_bytes, old.writers, reason),

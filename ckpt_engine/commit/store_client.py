@@ -75,7 +75,14 @@ class StoreClient:
         self._users = users
         self._longest_pause = max(_LONGEST_PAUSE, _PAUSE_PER_RANK * users)
         # One rank alone has a store in its own memory, which can't hang.
-        self._thread = _StoreThread() if users > 1 else None
+        self._thread: _StoreThread | None = None
+        if users > 1:
+            try:
+                self._thread = _StoreThread()
+            except (RuntimeError, MemoryError) as error:  # the other ranks have to hear of this rank all the same
+                log.warning(
+                    "the store is used without a thread of its own, a host that hangs can hold this rank: %s", error
+                )
         if self._thread is not None:
             # Not at exit: engines that are closed at exit still need it.
             weakref.finalize(self, self._thread.stop).atexit = False

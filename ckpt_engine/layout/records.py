@@ -13,13 +13,13 @@ be instead of storing it: exact for every version of torch, and of no cost that 
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import math
 import struct
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
 from ckpt_engine.errors import StateError
@@ -112,10 +112,11 @@ def make_template(shape: tuple[int, ...], dtype: torch.dtype) -> RecordTemplate:
 
 def _stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A tensor to make a record of. Its memory is only promised, never touched; where not even that can be had (an address
-    space limit, no overcommit), a fake one, which has none but takes half a second to load for the first.
+    space limit, no overcommit), it lies over memory that isn't there.
 
-    The storage is made first: ``torch.empty`` fills what it makes when ``torch.use_deterministic_algorithms`` is on, and
-    makes it on the default device when none is named.
+    Not a fake tensor: the first of those costs half a second and 100 MiB of modules, just where memory is short. The storage is
+    made first: ``torch.empty`` fills what it makes when ``torch.use_deterministic_algorithms`` is on, and makes it on the default
+    device when none is named.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes == 0:
@@ -123,10 +124,14 @@ def _stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     try:
         storage = torch.UntypedStorage(nbytes, device="cpu")  # type: ignore[no-untyped-call]
-        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
     except RuntimeError:
-        with FakeTensorMode():
-            return torch.empty(shape, dtype=dtype, device="cpu")
+        claimed = (ctypes.c_char * nbytes).from_address(_NOWHERE)
+        storage = torch.frombuffer(claimed, dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
+
+
+#: Where the memory of stand-ins claims to start. Nothing can be mapped so low: whoever touched it would not go unnoticed.
+_NOWHERE = 4096
 
 
 def _crc_positions(tail: bytes, header_size: int) -> tuple[int, ...]:

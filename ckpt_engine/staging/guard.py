@@ -23,6 +23,7 @@ What it does not do: it keeps no state and maps nothing. The answer is true for 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import os
 import resource
@@ -437,6 +438,8 @@ def _read(path: str) -> str:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read()
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise  # not "no limit": nothing can be read just now
         log.debug("memory guard: %s", str(error))  # not the error: handlers may keep it, and its frames
         return ""
 

@@ -141,12 +141,24 @@ class ExtentPool:
         if populate and self.reserve(self._allowed) == 0:
             raise self._nothing_left()
 
-    def acquire(self, *, timeout: float | None = None, cancelled: Callable[[], bool] | None = None) -> Extent | None:
+    @property
+    def extent_bytes(self) -> int:
+        """Size of an extent."""
+        return self._extent_bytes
+
+    def acquire(
+        self,
+        *,
+        timeout: float | None = None,
+        cancelled: Callable[[], bool] | None = None,
+        taken: Callable[[Extent], None] | None = None,
+    ) -> Extent | None:
         """Takes an extent, waiting for one to be released if the budget is in use.
 
         Args:
             timeout: seconds to wait, or ``None`` for no deadline.
             cancelled: asked before each attempt and after each :meth:`wake`, without any lock of the pool held.
+            taken: told of the extent as soon as it is in use, so that an interrupt on the way back to the caller loses none.
 
         Returns:
             The extent, with arbitrary contents, or ``None`` once ``cancelled()`` is true.
@@ -168,7 +180,7 @@ class ExtentPool:
                 with self._changed:
                     self._refuse_if_closed()
                     if self._idle:
-                        return self._hand_out(self._idle.pop())
+                        return self._hand_out(None, taken)
                     mapping = may_map and self._slots < self._allowed
                     if mapping:
                         self._slots += 1
@@ -187,7 +199,7 @@ class ExtentPool:
                         continue
                     with self._changed:
                         if not self._closed:
-                            return self._hand_out(extent)
+                            return self._hand_out(extent, taken)
                     self._unmap([extent])
         finally:
             if waited_from is not None:
@@ -309,8 +321,13 @@ class ExtentPool:
         if self._closed:
             raise EngineClosedError("the staging pool is closed", phase="stage", hint="make a new engine")
 
-    def _hand_out(self, extent: Extent) -> Extent:
+    def _hand_out(self, extent: Extent | None, taken: Callable[[Extent], None] | None) -> Extent:
+        """A fresh extent, or an idle one: taken from the idle ones here, next to where it counts as in use."""
+        if extent is None:
+            extent = self._idle.pop()
         self._in_use[extent.index] = extent
+        if taken is not None:
+            taken(extent)
         self._peak = max(self._peak, len(self._in_use))
         return extent
 

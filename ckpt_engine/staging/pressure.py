@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from ckpt_engine.config import MIB
+from ckpt_engine.config import MIB, MIN_BUDGET_BYTES
 from ckpt_engine.staging.guard import NODE, BudgetDecision, pressure_files, weigh_budget
 
 log = logging.getLogger("ckpt_engine")
@@ -122,6 +122,7 @@ class PressureGauge:
         self._stall_cap: int | None = None
         self._stall_cap_at = 0.0
         self._logged: tuple[float, int] | None = None
+        self._weighed: BudgetDecision | None = None
         self.last: Reading | None = None
 
     def weigh(self, *, mapped: int = 0, resident: int = 0) -> BudgetDecision:
@@ -130,16 +131,23 @@ class PressureGauge:
         Args:
             mapped, resident: bytes that the pool has mapped, and those of them that have been touched.
         """
-        return weigh_budget(
-            self.requested,
-            local_ranks=self.local_ranks,
-            already_held=resident,
-            already_mapped=mapped,
-            stacks=self.stacks,
-            proc=self._proc,
-            cgroup_root=self._cgroup_root,
-            environ=self._environ,
-        )
+        try:
+            self._weighed = weigh_budget(
+                self.requested,
+                local_ranks=self.local_ranks,
+                already_held=resident,
+                already_mapped=mapped,
+                stacks=self.stacks,
+                proc=self._proc,
+                cgroup_root=self._cgroup_root,
+                environ=self._environ,
+            )
+        except OSError as error:  # no descriptor to read the limits with: the last ones hold
+            log.debug("the limits can't be read, those known so far hold: %s", str(error))
+            if self._weighed is None:
+                reason = "the least that can be worked with, since no limit could be read"
+                return BudgetDecision(MIN_BUDGET_BYTES, self.requested, reason, (), self.local_ranks, None)
+        return self._weighed
 
     def due(self) -> bool:
         """Whether the last look is old enough for the next one."""

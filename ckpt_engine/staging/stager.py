@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -72,6 +73,7 @@ def stage(
         BaseException: whatever a copy raised.
     """
     _fence(files)
+    copies = _Copies()
     pending: list[concurrent.futures.Future[None]] = []
     longest = max((-(-file.size // extent_bytes) for file in files), default=0)
     try:
@@ -80,7 +82,7 @@ def stage(
                 if number * extent_bytes >= file.size or cancelled():
                     continue
                 try:
-                    extent = pool.acquire(timeout=timeout, cancelled=cancelled)
+                    extent = pool.acquire(timeout=timeout, cancelled=cancelled, taken=copies.taken)
                 except TimeoutError as error:
                     raise CommitTimeoutError(
                         f"the storage gave no memory back for {timeout:g} s ({pool.stats().in_use} bytes wait to be written)",
@@ -89,12 +91,57 @@ def stage(
                         hint="the file system may hang; raise commit_timeout if it is only slow",
                     ) from error
                 if extent is not None:
-                    pending.append(copiers.submit(_fill, file, number, extent, extent_bytes, pool))
+                    ticket = copies.count - 1
+                    pending.append(copiers.submit(_fill, copies, ticket, file, number, extent, extent_bytes, pool))
         for future in concurrent.futures.as_completed(pending):
             future.result()
     finally:
         # No copy may be running when save() leaves, whatever the reason: the caller changes the tensors next.
-        concurrent.futures.wait(pending)
+        copies.close(pool)
+
+
+class _Copies:
+    """The copies of one save, and whose the extents are: an interrupt can fall between any two steps of the caller.
+
+    An extent is the caller's until a copy begins with it. Once closed, none begins any more, and what is the caller's goes back.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._extents: list[Extent | None] = []  # by ticket; None once a copy has begun with it
+        self._running = 0
+        self._closed = False
+
+    @property
+    def count(self) -> int:
+        return len(self._extents)
+
+    def taken(self, extent: Extent) -> None:
+        self._extents.append(extent)
+
+    def begin(self, ticket: int) -> bool:
+        """Whether the copy may begin; it owns the extent then."""
+        with self._changed:
+            if self._closed:
+                return False
+            self._extents[ticket] = None
+            self._running += 1
+            return True
+
+    def end(self) -> None:
+        with self._changed:
+            self._running -= 1
+            self._changed.notify_all()
+
+    def close(self, pool: ExtentPool) -> None:
+        """Waits for the copies that have begun, and gives the other extents back."""
+        with self._changed:
+            self._closed = True
+            while self._running:
+                self._changed.wait()
+            left, self._extents = [extent for extent in self._extents if extent is not None], []
+        for extent in left:
+            pool.release(extent)
 
 
 def _fence(files: Sequence[FileSource]) -> None:
@@ -104,15 +151,22 @@ def _fence(files: Sequence[FileSource]) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
-def _fill(file: FileSource, number: int, extent: Extent, extent_bytes: int, pool: ExtentPool) -> None:
-    base = number * extent_bytes
+def _fill(
+    copies: _Copies, ticket: int, file: FileSource, number: int, extent: Extent, extent_bytes: int, pool: ExtentPool
+) -> None:
+    if not copies.begin(ticket):
+        return
     try:
-        _copy_payloads(file, base, base + extent_bytes, extent)
-    except BaseException:
-        pool.release(extent)
-        raise
-    extent.touched = True
-    file.put(number, extent)
+        base = number * extent_bytes
+        try:
+            _copy_payloads(file, base, base + extent_bytes, extent)
+        except BaseException:
+            pool.release(extent)
+            raise
+        extent.touched = True
+        file.put(number, extent)
+    finally:
+        copies.end()
 
 
 def _copy_payloads(file: FileSource, base: int, stop: int, extent: Extent) -> None:
