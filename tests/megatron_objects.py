@@ -231,6 +231,8 @@ def act_bad_shards(rank: int, directory: str) -> Any:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
+    import ckpt_engine.megatron
+
     def shard(offset: int, rows: int) -> Any:
         made = ShardedTensor.from_rank_offsets("w", torch.zeros(rows, 8))
         return dataclasses.replace(made, global_shape=(4, 8), global_offset=(offset, 0), axis_fragmentations=None)
@@ -257,6 +259,9 @@ def act_bad_shards(rank: int, directory: str) -> Any:
         dist.barrier()
         if [file for file in os.listdir(os.path.dirname(path)) if "distcp" in file]:
             found[name] += " but wrote"
+        if name != "leaf":
+            found[f"{name} checked"] = _error_of(lambda sharded=sharded: ckpt_engine.megatron.check(sharded))  # type: ignore[misc]
+    found["fine"] = _error_of(lambda: ckpt_engine.megatron.check(state()))
     return found
 
 

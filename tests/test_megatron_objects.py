@@ -116,6 +116,9 @@ def test_shards_that_dont_make_up_a_tensor_are_refused_before_the_first_byte(ran
             assert result[name].startswith("StateError"), result[name]
             assert text in result[name]
             assert not result[name].endswith("but wrote")
+            # And so does the rehearsal at step 0, which needs no directory.
+            assert name == "leaf" or result[f"{name} checked"].split(" [")[0] == result[name].split(" [")[0]
+        assert result["fine"] == "no error"
 
 
 def test_what_cant_be_pickled_is_named_on_every_rank_before_the_first_byte(ranks: Ranks) -> None:

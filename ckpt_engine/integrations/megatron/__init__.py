@@ -38,6 +38,7 @@ __all__ = [
     "ThreadAsyncCallsQueue",
     "ThreadedSaveStrategy",
     "add_arguments",
+    "check",
     "config_from_args",
     "install",
     "install_from_args",
@@ -101,6 +102,18 @@ def install(config: EngineConfig | None = None) -> tuple[SelfCheck, ...]:
             seams.apply(check.target)
     training.watch()
     return checks
+
+
+def check(sharded_state_dict: Any) -> None:
+    """Tells before step 0 what a save of this sharded state dict would refuse. Collective; writes nothing, installs nothing.
+
+    Raises:
+        StateError: shards that leave something out, overlap or lie beyond the edge, objects that lack a shard or can't be
+            pickled: a line for each, with the boxes and the ranks, the same on every rank.
+    """
+    from ckpt_engine.integrations.megatron.planning import check_state
+
+    check_state(session.core().session(), sharded_state_dict)
 
 
 def install_from_args(args: Any) -> bool:

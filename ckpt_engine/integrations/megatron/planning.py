@@ -297,3 +297,37 @@ def _missing_objects(names: Iterable[str]) -> list[str]:
         if key and count != wanted:
             problems.append(f"{key!r} has {count} of {wanted} shards")
     return problems
+
+
+def check_state(session: Session, state: Any) -> None:
+    """What a save of this sharded state dict would refuse, without one: nothing is read, written or kept. Collective.
+
+    Raises:
+        StateError: the same on every rank; a line for each tensor or object.
+    """
+
+    def judge(payloads: list[bytes]) -> bytes:
+        _metadata([pickle.loads(payload) for payload in opened(payloads)], complete=True)
+        return b""
+
+    def describe() -> bytes:
+        from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+
+        # On copies of the containers: factories are replaced in place by what they build, which a later save must not find.
+        sharded, _ = save_preprocess(_containers(state), False)
+        content = Content.of(sharded)
+        return pickle.dumps((content.chunks, content.odd, content.objects, content.originals))
+
+    payload, original = attempt(describe, rank=session.rank, step=None, phase="plan")
+    try:
+        session.open(f"check/{session.next_check()}", payload, judge, 0)
+    except CheckpointError:
+        if original is not None and (session.world_size == 1 or not isinstance(original, Exception)):
+            raise original from None
+        raise
+
+
+def _containers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _containers(part) for key, part in value.items()}
+    return [_containers(part) for part in value] if isinstance(value, list) else value

@@ -61,6 +61,7 @@ class Session:
         self.rank, self.world_size = self._front.rank, self._front.world_size
         self._front_lock, self._back_lock = threading.Lock(), threading.Lock()
         self._number = 0
+        self._checks = 0
         self.local_ranks: int | None = None  # ranks on this node, once the ranks have met
 
     def belongs_to(self, group: Any) -> bool:
@@ -80,6 +81,12 @@ class Session:
                 )
                 self._number += 1
             return self._number
+
+    def next_check(self) -> int:
+        """The number of the next check, which counts for itself."""
+        with self._front_lock:
+            self._checks += 1
+            return self._checks
 
     def open(self, tag: str, payload: bytes, judge: Callable[[list[bytes]], bytes], step: int) -> bytes:
         """A round before anything is written; raises like :meth:`ckpt_engine.commit.coordinator.Coordinator.decide`."""
