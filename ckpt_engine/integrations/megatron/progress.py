@@ -22,6 +22,7 @@ import copy
 import hashlib
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -62,10 +63,28 @@ def snapshot(state: Any) -> bytes | None:
         flops = state.get(_FLOPS)
         if flops is not None:
             overrides["floating_point_operations_so_far"] = flops
-        return TrainState.from_args(state["args"], **overrides).to_bytes()
+        return TrainState.from_args(_counters(state), **overrides).to_bytes()
     except ConfigError as error:  # the checkpoint itself is as good without
         log.warning("no %s is written: %s", NAME, error)
         return None
+
+
+def _counters(state: Mapping[str, Any]) -> Any:
+    """Where the counters live: in Megatron-LM's TrainState, which is to take them over from ``args``, or in ``args``.
+
+    No release has that object yet; it is known by its fields, in the state or where ``megatron.training`` keeps its globals.
+    """
+    candidates = [state.get("train_state")]
+    getter = getattr(sys.modules.get("megatron.training.global_vars"), "get_train_state", None)
+    if callable(getter):
+        try:
+            candidates.append(getter())
+        except Exception as error:  # not initialised, say
+            log.debug("megatron.training has no train state now: %s", str(error))
+    for candidate in candidates:
+        if hasattr(candidate, "step") and hasattr(candidate, "consumed_train_samples"):
+            return candidate
+    return state["args"]
 
 
 def advance(directory: str, data: bytes, beside: Callable[[], Place]) -> None:
