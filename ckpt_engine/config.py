@@ -26,7 +26,7 @@ class EngineConfig:
         copy_threads: threads that copy tensors into the staging pool. They are the engine's own, since a trainer under
             Ray runs with ``OMP_NUM_THREADS=1``. 0 means "as many as cores, at most 4".
         staging_budget: bytes of host memory that the engine may hold, or ``"auto"``: derived from the memory limits of
-            the machine, the container and Ray. A state larger than the budget streams through it.
+            the machine, the container and Ray, at most 8 GiB. A state larger than the budget streams through it.
         extent_bytes: size of one piece of the staging pool and of one write, a multiple of 4096. Large enough for the
             device, small enough to overlap. Made smaller when the budget holds fewer than four.
         direct_io: ``True``: O_DIRECT or an error; ``False``: buffered; ``"auto"``: O_DIRECT where the file system takes it.

@@ -93,14 +93,22 @@ def act_separated(rank: int, directory: str) -> Any:
 
 
 def act_fully_parallel(rank: int, directory: str) -> Any:
-    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import fully_parallel
+    from megatron.core.dist_checkpointing.strategies import torch as strategies
 
-    inner = TorchDistSaveShardedStrategy("torch_dist", 1)
+    from tests.megatron_shims import CudaMeansCpu
+
+    inner = strategies.TorchDistSaveShardedStrategy("torch_dist", 1)
     sharded = state(4.0)
     wanted = data_of(sharded)
-    save(sharded, directory, strategy=FullyParallelSaveStrategyWrapper(inner, dist.group.WORLD, True))
-    return problems(directory, wanted)
+    save(sharded, directory, strategy=fully_parallel.FullyParallelSaveStrategyWrapper(inner, dist.group.WORLD, True))
+    loader = fully_parallel.FullyParallelLoadStrategyWrapper(
+        strategies.TorchDistLoadShardedStrategy(), dist.group.WORLD
+    )
+    with CudaMeansCpu():
+        loaded = dist_checkpointing.load(state(blank=True), directory, loader)
+    return [*problems(directory, wanted), *([] if torch.equal(loaded["replica"], wanted["replica"]) else ["replica"])]
 
 
 def act_temporal(rank: int, directory: str) -> Any:

@@ -53,7 +53,7 @@ def test_a_separation_hint_gives_files_of_their_own(ranks: Ranks) -> None:
         assert any(name.startswith("torch__0_") for name in result["files"])
 
 
-def test_a_fully_parallel_save_is_whole(ranks: Ranks) -> None:
+def test_a_fully_parallel_save_is_whole_also_for_the_fully_parallel_loader(ranks: Ranks) -> None:
     assert each(ranks, "fully_parallel") == [[], []]
 
 
