@@ -111,7 +111,10 @@ def test_shards_that_dont_make_up_a_tensor_are_refused_before_the_first_byte(ran
         "object": "'o/shard_0_1' is written by ranks [0, 1]",
         "leaf": "'n' is a int, expected a ShardedTensor or ShardedObject",
     }
-    for result in each(ranks, "bad_shards"):
+    results = each(ranks, "bad_shards")
+    if isinstance(results[0], str):
+        pytest.skip(results[0])
+    for result in results:
         for name, text in wanted.items():
             assert result[name].startswith("StateError"), result[name]
             assert text in result[name]
