@@ -266,8 +266,7 @@ class ShardSave:
         """Drops the blobs and the CRCs, so that whoever keeps this holds no bytes."""
         self._runs, self._sealers, self._writers = [], [], []
         error = self.queue.failure
-        while isinstance(
-            error, Exception
-        ):  # its frames hold the queue; an interrupt is the trainer's, and may be on its way
+        # Its frames hold the queue. An interrupt is the trainer's, and may be on its way.
+        while isinstance(error, Exception):
             error.__traceback__ = None
             error = error.__cause__ or error.__context__
